@@ -39,10 +39,24 @@ class Session:
         """Frames sent and not yet acknowledged."""
         return len(self._pending)
 
+    @property
+    def sent(self) -> int:
+        """Number of the latest reliable frame."""
+        return self._sent
+
+    @property
+    def forgotten(self) -> int:
+        """Highest number that the other side has acknowledged."""
+        return self._pending[0][0] - 1 if self._pending else self._sent
+
     def reliable(self, message: wire.Message) -> bytes:
-        """The next numbered frame; kept until acknowledged."""
+        """The next numbered frame; kept until acknowledged. Raises ProtocolError for one that no peer would take."""
+        frame = wire.encode(self._envelope(self._sent + 1, self.acknowledge, message))  # type: ignore[arg-type]
+        if len(frame) > wire.FRAME_BYTES_MAX:
+            raise ProtocolError(
+                f"{type(message).__name__} of {len(frame)} bytes exceeds the limit of {wire.FRAME_BYTES_MAX}; split it"
+            )
         self._sent += 1
-        frame = wire.encode(self._envelope(self._sent, self.acknowledge, message))  # type: ignore[arg-type]
         self._pending.append((self._sent, frame))
         self._pending_bytes += len(frame)
         return frame
@@ -73,3 +87,20 @@ class Session:
     def resend(self, received: int) -> list[bytes]:
         """After a reconnect: the kept frames above the number that the other side has received, in order."""
         return [frame for number, frame in self._pending if number > received]
+
+    def restart(self, received: int) -> None:
+        """The other side is a new process that vouches for our frames up to `received` and numbers its own from 1.
+
+        What it does not vouch for is kept.
+        If it has lost acknowledged frames, the kept ones take the numbers it expects.
+        """
+        self.received = self.acknowledge = 0
+        if received >= self.forgotten:
+            self.forget(received)
+            return
+        decode = wire.decode_from_worker if self._envelope is wire.WorkerEnvelope else wire.decode_from_controller
+        messages = [decode(frame).message for _, frame in self._pending]
+        self._pending.clear()
+        self._sent, self._pending_bytes = received, 0
+        for message in messages:
+            self.reliable(message)

@@ -224,10 +224,14 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (c.run.steps < 1, f"run.steps = {c.run.steps}: at least one step"),
         (
             c.rollout.group_size < 2,
-            f"rollout.group_size = {c.rollout.group_size}: GRPO compares siblings, so a group of one has no advantage; use 2 or more",
+            f"rollout.group_size = {c.rollout.group_size}: GRPO compares siblings, a group of one has no advantage;"
+            " use 2 or more",
         ),
         (c.rollout.max_tokens < 1, f"rollout.max_tokens = {c.rollout.max_tokens}: at least 1"),
-        (c.rollout.temperature <= 0, f"rollout.temperature = {c.rollout.temperature}: training needs sampling, use a value above 0"),
+        (
+            c.rollout.temperature <= 0,
+            f"rollout.temperature = {c.rollout.temperature}: training samples, use more than 0",
+        ),
         (not 0 < c.rollout.top_p <= 1, f"rollout.top_p = {c.rollout.top_p}: between 0 (excluded) and 1"),
         (c.rollout.top_k < 0, f"rollout.top_k = {c.rollout.top_k}: 0 (off) or more"),
         (c.rollout.flush_interval_s <= 0, "rollout.flush_interval_s must be above 0"),
@@ -238,7 +242,8 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         ),
         (
             c.buffer_groups_max < c.trainer.batch_prompts,
-            f"buffer.max_groups = {c.buffer.max_groups}: a batch of trainer.batch_prompts = {c.trainer.batch_prompts} would never fill; use at least that",
+            f"buffer.max_groups = {c.buffer.max_groups}: a batch of trainer.batch_prompts = {c.trainer.batch_prompts}"
+            " would never fill; use at least that",
         ),
         (
             not 2 <= c.buffer.min_group_size <= c.rollout.group_size,

@@ -401,7 +401,17 @@ FromWorker = (
     | RelayReady | VersionReady | VersionLost
 )  # fmt: skip
 FromController = (
-    Welcome | Refused | Stop | Heartbeat | AssignGroup | Abort | Refresh | Evaluate | StartStep | Publish | SaveCheckpoint
+    Welcome
+    | Refused
+    | Stop
+    | Heartbeat
+    | AssignGroup
+    | Abort
+    | Refresh
+    | Evaluate
+    | StartStep
+    | Publish
+    | SaveCheckpoint
 )
 
 

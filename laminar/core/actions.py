@@ -1,0 +1,158 @@
+"""What the core asks the shell to do, imperative. Actions are self-contained; each long one ends in exactly one event.
+
+| action | ended by |
+|---|---|
+| StartGroup | per attempt: finished then rewarded or failed, in `ReplicaReported`; or `WorkerLost` |
+| PullWeights | ReplicaRefreshed, ReplicaRefreshFailed or WorkerLost |
+| RunEvaluation | EvaluationFinished, EvaluationFailed or WorkerLost |
+| StartTrainStep | StepFinished, StepFailed or WorkerLost of a rank |
+| PublishVersion | VersionReady, VersionLost or WorkerLost |
+| SaveCheckpoint | CheckpointSaved, CheckpointFailed or WorkerLost |
+| AskSampler | SamplerAnswered |
+
+The others are done when handed over. `cause` is the seq of the event that led to the action.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+from laminar.core.records import Trajectory
+from laminar.core.sampling import BufferView
+from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all actions; the class name is the tag."""
+
+    durable_first: ClassVar[bool] = False
+    """Irreversible: the shell performs it only when its cause is on disk."""
+    cause: int
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt of a group. Without `resume` the tokens of earlier attempts are void."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    seed: int
+    resume: bool
+    score_only: bool
+
+
+class StartGroup(Action, frozen=True, kw_only=True):
+    """Generate these siblings on `worker` under `version`, which it holds."""
+
+    worker: WorkerId
+    group: GroupId
+    version: Version
+    prompt: PromptId
+    starts: list[Start]
+
+
+class AbortAttempts(Action, frozen=True, kw_only=True):
+    """Nothing more is wanted from these attempts."""
+
+    worker: WorkerId
+    trajectories: list[TrajectoryId]
+    attempts: list[int]
+
+
+class PullWeights(Action, frozen=True, kw_only=True):
+    """Replace the replica's weights; nothing runs on it."""
+
+    worker: WorkerId
+    version: Version
+    digest: str
+
+
+class RunEvaluation(Action, frozen=True, kw_only=True):
+    """Answer the held-out prompts greedily on `worker` under `version`, which it holds."""
+
+    worker: WorkerId
+    evaluation: int
+    version: Version
+
+
+class BatchRow(msgspec.Struct, frozen=True, array_like=True):
+    """One leased trajectory."""
+
+    trajectory: TrajectoryId
+    group: GroupId
+    behavior_version: Version
+    num_prompt_tokens: int
+    num_tokens: int
+    reward: float
+
+
+class StartTrainStep(Action, frozen=True, kw_only=True):
+    """Train on these rows, siblings adjacent."""
+
+    durable_first: ClassVar[bool] = True
+    step: int
+    attempt: int
+    rows: list[BatchRow]
+
+
+class PublishVersion(Action, frozen=True, kw_only=True):
+    """Hand the trainer's present weights to the relay."""
+
+    version: Version
+
+
+class SaveCheckpoint(Action, frozen=True, kw_only=True):
+    """Save the trainer as of `step`, with what a resumed run needs to know."""
+
+    durable_first: ClassVar[bool] = True
+    step: int
+    data_state: bytes
+
+
+class AskSampler(Action, frozen=True, kw_only=True):
+    """Let the custom sampler choose `num_groups` groups."""
+
+    request: int
+    num_groups: int
+    view: BufferView
+    state: bytes
+
+
+class RecordTrajectories(Action, frozen=True, kw_only=True):
+    """Write these records to the run's database (insert or replace)."""
+
+    trajectories: list[Trajectory]
+
+
+class ForgetTokens(Action, frozen=True, kw_only=True):
+    """These trajectories are committed or dropped; their tokens are not needed again."""
+
+    durable_first: ClassVar[bool] = True
+    trajectories: list[TrajectoryId]
+
+
+class StopWorker(Action, frozen=True, kw_only=True):
+    """The worker is given up: stop its process, or refuse it if it returns."""
+
+    worker: WorkerId
+    incarnation: int
+    reason: str
+
+
+class RaiseAlarm(Action, frozen=True, kw_only=True):
+    """Tell people."""
+
+    name: str
+    text: str
+
+
+class FinishRun(Action, frozen=True, kw_only=True):
+    """The run is over."""
+
+    reason: str
+    ok: bool
+
+
+AnyAction = (
+    StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | SaveCheckpoint
+    | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | RaiseAlarm | FinishRun
+)  # fmt: skip

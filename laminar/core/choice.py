@@ -1,0 +1,94 @@
+"""Custom samplers from the core's side: when to ask, and what to do with a bad answer."""
+
+from laminar.core import versions
+from laminar.core.actions import AskSampler, RaiseAlarm
+from laminar.core.events import SamplerAnswered
+from laminar.core.fleet import num_outstanding
+from laminar.core.records import Group, SamplerRequest, State
+from laminar.core.sampling import BufferView, GroupView, fifo, problem
+from laminar.core.training import can_take_batch
+from laminar.core.turn import Turn
+
+
+def view(turn: Turn) -> BufferView:
+    """The buffer as a sampler sees it."""
+    state = turn.state
+    return BufferView(
+        groups=tuple(_group_view(turn, state.groups[group]) for group in state.buffer),
+        step=state.trainer.step + 1,
+        version=turn.trainer_version,
+    )
+
+
+def _group_view(turn: Turn, group: Group) -> GroupView:
+    members = [turn.state.trajectories[t] for t in group.trajectories]
+    behavior = min(t.behavior_version for t in members if t.behavior_version is not None)
+    return GroupView(
+        id=group.id,
+        prompt=group.prompt,
+        age_s=turn.at - group.completed_at,
+        behavior_version=behavior,
+        staleness=versions.staleness(turn.state.branches, turn.trainer_version, behavior),
+        rewards=tuple(t.reward for t in members),
+        lengths=tuple(t.num_tokens for t in members),
+    )
+
+
+def ask(turn: Turn) -> None:
+    """Ask the custom sampler when a batch is wanted and it has not been asked about this buffer."""
+    state, settings = turn.state, turn.settings
+    if not settings.custom_sampler or state.sampler_request or state.sampler_answer or state.sampler_starved:
+        return
+    if "sample" in state.holds and state.held:
+        return
+    if not can_take_batch(turn) or len(state.buffer) < settings.batch_groups:
+        return
+    state.num_sampler_requests += 1
+    state.sampler_request = SamplerRequest(request=state.num_sampler_requests, num_groups=settings.batch_groups)
+    turn.emit(
+        AskSampler(
+            cause=turn.cause,
+            request=state.num_sampler_requests,
+            num_groups=settings.batch_groups,
+            view=view(turn),
+            state=state.sampler_state,
+        )
+    )
+
+
+def on_answered(turn: Turn, event: SamplerAnswered) -> None:
+    """Use the choice, wait, or fall back as configured."""
+    state = turn.state
+    if state.sampler_request is None or state.sampler_request.request != event.request:
+        return
+    state.sampler_request = None
+    state.sampler_state = event.state or state.sampler_state
+    if event.error:
+        _refuse(turn, event.error)
+    elif event.elapsed_ms > turn.settings.sampler_budget_ms:
+        _refuse(turn, f"took {event.elapsed_ms:.1f} ms, allowed are {turn.settings.sampler_budget_ms:g} ms")
+    elif fault := problem(event.groups, state.buffer, turn.settings.batch_groups):
+        _refuse(turn, fault)
+    elif event.groups:
+        state.sampler_answer = event.groups
+    else:
+        _starve(turn)
+
+
+def _refuse(turn: Turn, fault: str) -> None:
+    if turn.settings.on_sampler_error == "stop":
+        turn.fail(f"the custom sampler {fault}")
+        return
+    turn.emit(RaiseAlarm(cause=turn.cause, name="sampler", text=f"the custom sampler {fault}; this batch is FIFO"))
+    turn.state.sampler_answer = fifo(view(turn), turn.settings.batch_groups)
+
+
+def _starve(turn: Turn) -> None:
+    """It waits for something else. If nothing else can come, waiting would be for ever."""
+    state: State = turn.state
+    text = f"the custom sampler chose nothing from {len(state.buffer)} complete groups"
+    if len(state.buffer) >= min(num_outstanding(state), turn.settings.buffer_groups_max):
+        _refuse(turn, f"chose nothing although the buffer is full ({len(state.buffer)} groups)")
+        return
+    state.sampler_starved = True
+    turn.emit(RaiseAlarm(cause=turn.cause, name="sampler-starved", text=text))

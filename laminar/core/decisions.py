@@ -1,0 +1,50 @@
+"""What the passes decide, before it becomes actions: a driver may hold a pass, look at its next decision, edit or skip it."""
+
+import msgspec
+
+from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all decisions; the class name is the tag."""
+
+
+class DispatchNew(Decision, frozen=True, kw_only=True):
+    """Draw the next prompt and start its group on `worker`."""
+
+    worker: WorkerId
+
+
+class DispatchQueued(Decision, frozen=True, kw_only=True):
+    """(Re)start the queued siblings of `group` on `worker`. `restart`: from scratch under the worker's version."""
+
+    worker: WorkerId
+    group: GroupId
+    trajectories: list[TrajectoryId]
+    restart: bool
+
+
+class RefreshReplica(Decision, frozen=True, kw_only=True):
+    """`worker` has nothing running and pulls `version`."""
+
+    worker: WorkerId
+    version: Version
+
+
+class TakeBatch(Decision, frozen=True, kw_only=True):
+    """Lease these buffered groups to train step `step`."""
+
+    step: int
+    groups: list[GroupId]
+
+
+AnyDecision = DispatchNew | DispatchQueued | RefreshReplica | TakeBatch
+
+
+class HeldDecision(msgspec.Struct, kw_only=True):
+    """A decision that waits for the operator."""
+
+    id: int
+    pass_name: str
+    decision: AnyDecision
+    held_at: float

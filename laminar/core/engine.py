@@ -1,0 +1,230 @@
+"""The one door of the core: `Core.handle(event) -> actions`.
+
+Handlers record facts. Then `settle` runs the passes until none of them has anything to decide: refresh, dispatch and
+sample yield decisions that can be held (see `laminar.core.decisions`); the rest follows from the facts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from laminar.core import choice, evaluation, events, fleet, groups, snapshot, story, training, versions
+from laminar.core.actions import AnyAction
+from laminar.core.decisions import AnyDecision, HeldDecision
+from laminar.core.records import State
+from laminar.core.resume import restore as restore_data
+from laminar.core.settings import Settings
+from laminar.core.turn import Turn
+
+DECISIONS_MAX = 1_000_000  # per event; a pass that never stops proposing is a bug, not a busy run
+
+
+class Core:
+    """All scheduling state of a run. Not thread-safe; no I/O, no clock, no chance."""
+
+    def __init__(self, settings: Settings, state: State | None = None) -> None:
+        self.settings = settings
+        self.state = state if state is not None else State()
+        self.story = story.Story()
+
+    @classmethod
+    def resumed(cls, settings: Settings, data_state: bytes) -> "Core":
+        """A core that goes on from what a checkpoint carried."""
+        core = cls(settings)
+        restore_data(core.state, data_state)
+        return core
+
+    def handle(self, event: events.AnyEvent) -> list[AnyAction]:
+        """Take one event, in the order of `seq`; what the shell has to do because of it."""
+        state = self.state
+        assert event.seq == state.seq + 1, f"event {event.seq} after {state.seq}"
+        state.seq = event.seq
+        state.at = max(state.at, event.at)
+        state.skipped = {}
+        turn = Turn(state, self.settings, self.story)
+        _HANDLERS[type(event)](turn, event)
+        _settle(turn)
+        return turn.actions
+
+    def next_deadline(self) -> float | None:
+        """Run time at which `TimerFired` is due, seconds; None = no timer."""
+        state = self.state
+        deadlines = [replica.deadline for replica in state.replicas.values() if replica.deadline]
+        deadlines += state.silent.values()
+        deadlines += [record.deadline for record in state.versions[-1:] if record.deadline]
+        return min(deadlines, default=None)
+
+    def snapshot(self) -> bytes:
+        """The whole state."""
+        return snapshot.encode(self.state)
+
+    @classmethod
+    def restore(cls, settings: Settings, data: bytes) -> "Core":
+        """A core that behaves as the one that made the snapshot."""
+        return cls(settings, snapshot.decode(data))
+
+
+# ---- events about workers of any role ----------------------------------------------------------------------
+
+
+def _on_started(turn: Turn, event: events.RunStarted) -> None:
+    turn.state.started, turn.state.boot, turn.state.branch_floor = True, event.boot, event.branch_floor
+
+
+def _on_stop(turn: Turn, event: events.StopRequested) -> None:
+    turn.state.stopping = turn.state.stopping or event.reason
+
+
+def _on_failure(turn: Turn, event: events.FailureReported) -> None:
+    turn.fail(event.reason)
+
+
+def _on_relay_joined(turn: Turn, event: events.RelayJoined) -> None:
+    turn.state.relay, turn.state.relay_incarnation = event.worker, event.incarnation
+    versions.publish(turn)
+
+
+def _incarnation(state: State, worker: str) -> int:
+    replica = state.replicas.get(worker)  # type: ignore[call-overload]
+    if replica is not None:
+        return int(replica.incarnation)
+    if worker == state.relay:
+        return state.relay_incarnation
+    return state.trainer.ranks.get(worker, -1)  # type: ignore[call-overload,no-any-return]
+
+
+def _on_disconnected(turn: Turn, event: events.WorkerDisconnected) -> None:
+    if _incarnation(turn.state, event.worker) == event.incarnation:
+        turn.state.silent[event.worker] = turn.at + turn.settings.reconnect_grace_s
+        turn.tell("channel broke", story.worker(event.worker))
+
+
+def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
+    if _incarnation(turn.state, event.worker) == event.incarnation:
+        turn.state.silent.pop(event.worker, None)
+        if event.worker in turn.state.replicas:
+            turn.state.dirty[event.worker] = None
+        turn.tell("channel is back", story.worker(event.worker))
+
+
+def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
+    if _incarnation(turn.state, event.worker) == event.incarnation:
+        _lose(turn, event.worker, event.reason)
+
+
+def _lose(turn: Turn, worker: Any, reason: str) -> None:
+    state = turn.state
+    state.silent.pop(worker, None)
+    if worker in state.replicas:
+        fleet.lose(turn, state.replicas[worker], reason)
+    elif worker in state.trainer.ranks:
+        training.lose(turn, worker, reason)
+    elif worker == state.relay:
+        state.relay = None
+        turn.fail(f"the relay {worker} was lost: {reason}")
+
+
+def _on_timer(turn: Turn, event: events.TimerFired) -> None:
+    state = turn.state
+    for worker in [worker for worker, deadline in state.silent.items() if deadline <= turn.at]:
+        _lose(turn, worker, "its channel broke and did not come back")
+    for replica in [r for r in state.replicas.values() if r.deadline and r.deadline <= turn.at]:
+        fleet.lose(turn, replica, f"its pull of {replica.target} did not end")
+    for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
+        versions.lose(turn, record.version, "no word from the relay in time")
+
+
+# ---- held decisions ----------------------------------------------------------------------------------------
+
+
+def _on_hold(turn: Turn, event: events.HoldChanged) -> None:
+    state = turn.state
+    if event.held and event.pass_name in _PASSES:
+        state.holds[event.pass_name] = None
+    else:
+        state.holds.pop(event.pass_name, None)
+        state.held = {k: held for k, held in state.held.items() if held.pass_name != event.pass_name}
+    state.dirty.update(dict.fromkeys(state.replicas))
+
+
+def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
+    state = turn.state
+    held = state.held.pop(event.decision, None)
+    if held is None:
+        return
+    state.dirty.update(dict.fromkeys(state.replicas))
+    if event.verdict == "apply":
+        _PASSES[held.pass_name][1](turn, event.replacement or held.decision)
+    else:
+        state.skipped[held.pass_name] = None
+
+
+def _run_pass(turn: Turn, name: str) -> bool:
+    """Decide until there is nothing more to decide. True if anything was."""
+    propose, apply = _PASSES[name]
+    state, progressed = turn.state, False
+    if name in state.skipped or any(held.pass_name == name for held in state.held.values()):
+        return False
+    for _ in range(DECISIONS_MAX):
+        decision = propose(turn)
+        if decision is None:
+            return progressed
+        if name in state.holds:
+            state.num_decisions += 1
+            number = state.num_decisions
+            state.held[number] = HeldDecision(id=number, pass_name=name, decision=decision, held_at=turn.at)
+            return progressed
+        apply(turn, decision)
+        progressed = True
+    raise AssertionError(f"pass {name} proposed {DECISIONS_MAX} decisions for event {turn.cause}")
+
+
+def _settle(turn: Turn) -> None:
+    state = turn.state
+    if state.finished:
+        return
+    progressed = True
+    while progressed and not state.finished:
+        evaluation.plan(turn)
+        progressed = _run_pass(turn, "refresh")
+        progressed |= _run_pass(turn, "dispatch")
+        choice.ask(turn)
+        progressed |= _run_pass(turn, "sample")
+        progressed |= training.start_leased(turn)
+        training.finish(turn)
+    if not state.held:
+        state.dirty = {}
+
+
+_PASSES: dict[str, tuple[Callable[[Turn], AnyDecision | None], Callable[[Turn, Any], None]]] = {
+    "refresh": (fleet.propose_refresh, fleet.apply_refresh),
+    "dispatch": (fleet.propose_dispatch, fleet.apply_dispatch),
+    "sample": (training.propose_batch, training.apply_batch),
+}
+
+_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+    events.RunStarted: _on_started,
+    events.TimerFired: _on_timer,
+    events.StopRequested: _on_stop,
+    events.FailureReported: _on_failure,
+    events.ReplicaJoined: fleet.on_joined,
+    events.WorkerDisconnected: _on_disconnected,
+    events.WorkerReturned: _on_returned,
+    events.WorkerLost: _on_lost,
+    events.ReplicaReported: groups.on_report,
+    events.ReplicaRefreshed: fleet.on_refreshed,
+    events.ReplicaRefreshFailed: fleet.on_refresh_failed,
+    events.EvaluationFinished: evaluation.on_finished,
+    events.EvaluationFailed: evaluation.on_failed,
+    events.TrainerRankReady: training.on_rank_ready,
+    events.StepFinished: training.on_step_finished,
+    events.StepFailed: training.on_step_failed,
+    events.ShardsWritten: versions.on_shards_written,
+    events.CheckpointSaved: training.on_checkpoint_saved,
+    events.CheckpointFailed: training.on_checkpoint_failed,
+    events.RelayJoined: _on_relay_joined,
+    events.VersionReady: versions.on_ready,
+    events.VersionLost: versions.on_lost,
+    events.SamplerAnswered: choice.on_answered,
+    events.HoldChanged: _on_hold,
+    events.DecisionResolved: _on_resolved,
+}

@@ -1,0 +1,75 @@
+"""Greedy accuracy on held-out prompts before the first and after the last step, by one replica each."""
+
+from laminar.core import versions
+from laminar.core.actions import RunEvaluation
+from laminar.core.events import EvaluationFailed, EvaluationFinished
+from laminar.core.records import Evaluation, ReplicaState
+from laminar.core.turn import Turn
+
+FAILURES_MAX = 3  # an evaluation that failed three times must not hold up the end of the run
+
+
+def plan(turn: Turn) -> None:
+    """Note which evaluation is due, and give it to a replica that holds its version."""
+    state = turn.state
+    newest = versions.newest(state)
+    if not turn.settings.evaluate or newest is None or state.stopping:
+        return
+    names = {evaluation.name for evaluation in state.evaluations}
+    if "before" not in names:
+        _add(turn, "before")
+    if "after" not in names and newest.version.step >= turn.settings.steps:
+        _add(turn, "after")
+    for evaluation in state.evaluations:
+        if evaluation.worker is None and not evaluation.done:
+            _assign(turn, evaluation)
+
+
+def _add(turn: Turn, name: str) -> None:
+    newest = versions.newest(turn.state)
+    assert newest is not None
+    evaluations = turn.state.evaluations
+    evaluations.append(Evaluation(id=len(evaluations) + 1, name=name, version=newest.version))
+
+
+def _assign(turn: Turn, evaluation: Evaluation) -> None:
+    state = turn.state
+    able = [
+        replica
+        for replica in state.replicas.values()
+        if replica.state == ReplicaState.GENERATING
+        and replica.version == evaluation.version
+        and replica.id not in state.silent
+    ]
+    if not able:
+        if not any(replica.target == evaluation.version for replica in state.replicas.values()):
+            newest = versions.newest(state)
+            evaluation.version = newest.version if newest else evaluation.version  # its version is gone
+        return
+    evaluation.worker = able[0].id
+    assert evaluation.version is not None
+    turn.emit(RunEvaluation(cause=turn.cause, worker=able[0].id, evaluation=evaluation.id, version=evaluation.version))
+
+
+def on_finished(turn: Turn, event: EvaluationFinished) -> None:
+    """Keep the result."""
+    for evaluation in turn.state.evaluations:
+        if evaluation.id == event.evaluation and not evaluation.done:
+            evaluation.done = True
+            evaluation.accuracy, evaluation.num_prompts = event.accuracy, event.num_prompts
+            _release(turn, evaluation)
+
+
+def on_failed(turn: Turn, event: EvaluationFailed) -> None:
+    """Try again elsewhere, a few times."""
+    for evaluation in turn.state.evaluations:
+        if evaluation.id == event.evaluation and not evaluation.done:
+            evaluation.num_failures += 1
+            evaluation.done = evaluation.num_failures >= FAILURES_MAX
+            _release(turn, evaluation)
+
+
+def _release(turn: Turn, evaluation: Evaluation) -> None:
+    if evaluation.worker in turn.state.replicas:
+        turn.state.dirty[evaluation.worker] = None
+    evaluation.worker = None

@@ -1,0 +1,266 @@
+"""Everything that can happen, past tense. The driver stamps `seq` (1, 2, 3 … per run) and `at` (run time in seconds)."""
+
+import msgspec
+
+from laminar.core.decisions import AnyDecision
+from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all events; the class name is the tag."""
+
+    seq: int = 0
+    at: float = 0.0
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """First event of a controller process."""
+
+    boot: int
+    branch_floor: int = 0
+    """The first trainer restore of this process makes a branch of at least this number."""
+
+
+class TimerFired(Event, frozen=True, kw_only=True):
+    """`next_deadline()` has come."""
+
+
+class StopRequested(Event, frozen=True, kw_only=True):
+    """Finish the step, save, end."""
+
+    reason: str
+
+
+class FailureReported(Event, frozen=True, kw_only=True):
+    """The shell met something that the run cannot survive (a worker that dies at start, a full disk)."""
+
+    reason: str
+
+
+# ---- workers -----------------------------------------------------------------------------------------------
+
+
+class ReplicaJoined(Event, frozen=True, kw_only=True):
+    """A rollout worker's engine runs."""
+
+    worker: WorkerId
+    incarnation: int
+    host: str
+    num_requests_max: int
+    kv_tokens_max: int
+
+
+class WorkerDisconnected(Event, frozen=True, kw_only=True):
+    """A channel broke; the process may still live."""
+
+    worker: WorkerId
+    incarnation: int
+
+
+class WorkerReturned(Event, frozen=True, kw_only=True):
+    """The same process is back on a new channel; nothing it said is lost."""
+
+    worker: WorkerId
+    incarnation: int
+
+
+class WorkerLost(Event, frozen=True, kw_only=True):
+    """The process is dead or given up."""
+
+    worker: WorkerId
+    incarnation: int
+    reason: str
+
+
+class FinishedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Generation of one attempt ended."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    finish_reason: str
+    num_prompt_tokens: int
+    num_tokens: int
+    queued_s: float
+    decode_s: float
+
+
+class RewardedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One attempt has its reward."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    reward: float
+    parts: dict[str, float]
+
+
+class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One attempt ended without a usable trajectory. `kind` is ``data`` or ``infra``."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    kind: str
+    reason: str
+
+
+class ReplicaReported(Event, frozen=True, kw_only=True):
+    """One progress frame of a replica; arrays as in `wire.RolloutReport`, response lengths only."""
+
+    worker: WorkerId
+    incarnation: int
+    trajectories: bytes
+    """i64"""
+    attempts: bytes
+    """i32"""
+    num_tokens: bytes
+    """i32, response tokens so far"""
+    finished: list[FinishedAttempt] = []
+    rewarded: list[RewardedAttempt] = []
+    failed: list[FailedAttempt] = []
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_tokens: int = 0
+
+
+class ReplicaRefreshed(Event, frozen=True, kw_only=True):
+    """The replica holds `version`."""
+
+    worker: WorkerId
+    incarnation: int
+    version: Version
+    digest: str
+    wait_s: float
+
+
+class ReplicaRefreshFailed(Event, frozen=True, kw_only=True):
+    """The replica still holds its old version."""
+
+    worker: WorkerId
+    incarnation: int
+    version: Version
+    reason: str
+
+
+class EvaluationFinished(Event, frozen=True, kw_only=True):
+    """Accuracy of the held-out prompts."""
+
+    evaluation: int
+    accuracy: float
+    num_prompts: int
+
+
+class EvaluationFailed(Event, frozen=True, kw_only=True):
+    """No result."""
+
+    evaluation: int
+    reason: str
+
+
+# ---- trainer and relay -------------------------------------------------------------------------------------
+
+
+class TrainerRankReady(Event, frozen=True, kw_only=True):
+    """One rank of a launch has the model in place."""
+
+    worker: WorkerId
+    incarnation: int
+    rank: int
+    world_size: int
+    step: int
+
+
+class StepFinished(Event, frozen=True, kw_only=True):
+    """All updates of a step are applied."""
+
+    step: int
+    attempt: int
+    metrics: dict[str, float] = {}
+
+
+class StepFailed(Event, frozen=True, kw_only=True):
+    """A step was not applied; the trainer is not to be trusted until restarted."""
+
+    step: int
+    attempt: int
+    reason: str
+
+
+class ShardsWritten(Event, frozen=True, kw_only=True):
+    """The trainer goes on; the relay will report the version ready."""
+
+    version: Version
+    stall_s: float
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A complete checkpoint lies on disk."""
+
+    step: int
+
+
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """Nothing usable was written."""
+
+    step: int
+    reason: str
+
+
+class RelayJoined(Event, frozen=True, kw_only=True):
+    """The host's relay serves."""
+
+    worker: WorkerId
+    incarnation: int
+
+
+class VersionReady(Event, frozen=True, kw_only=True):
+    """A version is complete and verified in the relay."""
+
+    version: Version
+    digest: str
+    num_bytes: int
+
+
+class VersionLost(Event, frozen=True, kw_only=True):
+    """A version was not published; the next one serves."""
+
+    version: Version
+    reason: str
+
+
+# ---- sampling and operators --------------------------------------------------------------------------------
+
+
+class SamplerAnswered(Event, frozen=True, kw_only=True):
+    """A custom sampler's choice, or how it failed."""
+
+    request: int
+    groups: list[GroupId] = []
+    error: str = ""
+    elapsed_ms: float = 0.0
+    state: bytes = b""
+    """The sampler's own state after the call, saved with the run."""
+
+
+class HoldChanged(Event, frozen=True, kw_only=True):
+    """An operator holds a pass (``dispatch``, ``refresh``, ``sample``) or lets it go."""
+
+    pass_name: str
+    held: bool
+
+
+class DecisionResolved(Event, frozen=True, kw_only=True):
+    """An operator applied or skipped a held decision; `replacement` is the edited one."""
+
+    decision: int
+    verdict: str
+    """``apply`` or ``skip``."""
+    replacement: AnyDecision | None = None
+
+
+AnyEvent = (
+    RunStarted | TimerFired | StopRequested | FailureReported
+    | ReplicaJoined | WorkerDisconnected | WorkerReturned | WorkerLost
+    | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
+    | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed
+    | RelayJoined | VersionReady | VersionLost
+    | SamplerAnswered | HoldChanged | DecisionResolved
+)  # fmt: skip

@@ -1,0 +1,256 @@
+"""Replicas: joining, being lost, and the two passes that keep them busy.
+
+Refresh policy `batch` (paper §5): a replica admits a local batch of groups; when nothing of it generates any more it pulls
+the newest version, if there is a newer one, and admits the next local batch.
+
+    joined ──► syncing ──► generating ──► (local batch drained, newer version) syncing ──► …
+                  └── pull failed ──► what it was before
+"""
+
+from laminar.core import groups, story, versions
+from laminar.core.actions import PullWeights, StopWorker
+from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
+from laminar.core.events import ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
+from laminar.core.records import Group, Replica, ReplicaState, State, TrajectoryState
+from laminar.core.turn import Turn
+from laminar.ids import TrajectoryId, Version, WorkerId
+
+PULL_FAILURES_MAX = 3  # a relay slot recycled in mid-request may fail one pull, not three
+
+
+def on_joined(turn: Turn, event: ReplicaJoined) -> None:
+    """A new process takes the place of an older one of the same name; an older one than that is fenced off."""
+    state = turn.state
+    known = state.replicas.get(event.worker)
+    newest_known = max(known.incarnation if known else 0, state.fenced.get(event.worker, 0))
+    if event.incarnation <= newest_known:
+        reason = "a newer process of this name was already here" if not known else "joined twice"
+        turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
+        return
+    if known:
+        lose(turn, known, "replaced by a new process")
+    state.replicas[event.worker] = Replica(
+        id=event.worker,
+        incarnation=event.incarnation,
+        host=event.host,
+        num_requests_max=event.num_requests_max,
+        kv_tokens_max=event.kv_tokens_max,
+    )
+    state.silent.pop(event.worker, None)
+    state.dirty[event.worker] = None
+    turn.tell("joined", story.worker(event.worker))
+
+
+def lose(turn: Turn, replica: Replica, reason: str) -> None:
+    """The replica leaves; its trajectories are queued again, its evaluation too."""
+    state = turn.state
+    groups.lose_attempts(turn, replica, "replica_lost")
+    del state.replicas[replica.id]
+    state.dirty.pop(replica.id, None)
+    state.silent.pop(replica.id, None)
+    state.fenced[replica.id] = max(replica.incarnation, state.fenced.get(replica.id, 0))
+    for evaluation in state.evaluations:
+        if evaluation.worker == replica.id and not evaluation.done:
+            evaluation.worker = None
+    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.emit(StopWorker(cause=turn.cause, worker=replica.id, incarnation=replica.incarnation, reason=reason))
+    turn.tell(f"lost: {reason}", story.worker(replica.id))
+    if not state.replicas:
+        turn.fail(f"no rollout replica is left; the last one, {replica.id}, was lost: {reason}")
+
+
+def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
+    """The replica starts a local batch under its new version."""
+    replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
+    if replica is None:
+        return
+    replica.version, replica.target, replica.deadline = event.version, None, 0.0
+    replica.num_failed_pulls = 0
+    replica.state = ReplicaState.GENERATING
+    replica.admit_left = turn.settings.local_batch_groups
+    turn.state.dirty[replica.id] = None
+    turn.tell(f"holds {event.version}", story.worker(replica.id), story.version(event.version))
+
+
+def on_refresh_failed(turn: Turn, event: ReplicaRefreshFailed) -> None:
+    """It goes on with what it had, and tries again when its next local batch is done or another version is there."""
+    replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
+    if replica is None:
+        return
+    replica.target, replica.deadline = None, 0.0
+    replica.num_failed_pulls += 1
+    turn.tell(f"pull of {event.version} failed: {event.reason}", story.worker(replica.id))
+    if replica.num_failed_pulls >= PULL_FAILURES_MAX:
+        lose(turn, replica, f"{replica.num_failed_pulls} pulls in a row failed, the last: {event.reason}")
+        return
+    replica.state = ReplicaState.GENERATING if replica.version else ReplicaState.JOINED
+    replica.admit_left = turn.settings.local_batch_groups
+    turn.state.dirty[replica.id] = None
+
+
+def _syncing(state: State, worker: WorkerId, incarnation: int, version: Version) -> Replica | None:
+    replica = state.replicas.get(worker)
+    if replica is None or replica.incarnation != incarnation or replica.target != version:
+        return None
+    return replica
+
+
+# ---- the refresh pass --------------------------------------------------------------------------------------
+
+
+def propose_refresh(turn: Turn) -> RefreshReplica | None:
+    """The first replica that has nothing running and could hold something newer."""
+    newest = versions.newest(turn.state)
+    if newest is None:
+        return None
+    for worker in turn.state.dirty:
+        replica = turn.state.replicas[worker]
+        if replica.version != newest.version and _is_drained(turn, replica):
+            return RefreshReplica(worker=worker, version=newest.version)
+    return None
+
+
+def _is_drained(turn: Turn, replica: Replica) -> bool:
+    if replica.state == ReplicaState.SYNCING or replica.num_generating or replica.id in turn.state.silent:
+        return False
+    if any(e.worker == replica.id and not e.done for e in turn.state.evaluations):
+        return False
+    return not (replica.state == ReplicaState.GENERATING and _queued_for(turn, replica))
+
+
+def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
+    """Start the pull."""
+    replica = turn.state.replicas.get(decision.worker)
+    record = versions.find(turn.state, decision.version)
+    if replica is None or record is None or not record.ready or not _is_drained(turn, replica):
+        return
+    replica.state, replica.target = ReplicaState.SYNCING, decision.version
+    replica.deadline = turn.at + turn.settings.refresh_timeout_s
+    turn.emit(PullWeights(cause=turn.cause, worker=replica.id, version=decision.version, digest=record.digest))
+    turn.tell(f"pulls {decision.version}", story.worker(replica.id), story.version(decision.version))
+
+
+# ---- the dispatch pass -------------------------------------------------------------------------------------
+
+
+def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
+    """Queued siblings first, then a new group for the least loaded replica that may admit one."""
+    if turn.state.stopping:
+        return None
+    queued = _propose_queued(turn)
+    if queued is not None:
+        return queued
+    if not _gate_is_open(turn):
+        return None
+    ready = [replica for replica in map(turn.state.replicas.__getitem__, turn.state.dirty) if _may_admit(turn, replica)]
+    if not ready:
+        return None
+    return DispatchNew(worker=min(ready, key=lambda replica: len(replica.attempts)).id)
+
+
+def _gate_is_open(turn: Turn) -> bool:
+    """Whether a new group is wanted: neither the buffer limit nor the end of the run holds it back."""
+    state, settings = turn.state, turn.settings
+    last_leased = max(max(state.steps, default=0), state.trainer.step)
+    wanted = (settings.steps - last_leased) * settings.batch_groups
+    return num_outstanding(state) < min(settings.buffer_groups_max, wanted)
+
+
+def _may_admit(turn: Turn, replica: Replica) -> bool:
+    if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent:
+        return False
+    size = turn.settings.group_size
+    has_room = replica.num_generating + size <= max(replica.num_requests_max, size)
+    return has_room and (replica.admit_left > 0 or _begins_local_batch(turn, replica))
+
+
+def _begins_local_batch(turn: Turn, replica: Replica) -> bool:
+    """Its local batch is done and there is nothing newer to pull: the next one is of the same version."""
+    newest = versions.newest(turn.state)
+    return replica.num_generating == 0 and newest is not None and newest.version == replica.version
+
+
+def _propose_queued(turn: Turn) -> DispatchQueued | None:
+    state = turn.state
+    for group_id in state.requeue:
+        group = state.groups[group_id]
+        queued = _queued(state, group)
+        holders = [r for r in state.replicas.values() if r.version == group.version and _can_generate(turn, r)]
+        if holders:
+            replica = min(holders, key=lambda replica: len(replica.attempts))
+            return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=False)
+        scoring = [t for t in queued if state.trajectories[t].finish_reason]
+        able = [r for r in state.replicas.values() if _can_generate(turn, r)]
+        if not able:
+            return None
+        replica = min(able, key=lambda replica: len(replica.attempts))
+        if scoring:
+            return DispatchQueued(worker=replica.id, group=group_id, trajectories=scoring, restart=False)
+        if not _may_come_back(state, group.version):
+            return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=True)
+    return None
+
+
+def _can_generate(turn: Turn, replica: Replica) -> bool:
+    return replica.state == ReplicaState.GENERATING and replica.id not in turn.state.silent
+
+
+def _may_come_back(state: State, version: Version | None) -> bool:
+    """Whether a replica that is silent or pulling will hold `version` if all goes well."""
+    for replica in state.replicas.values():
+        if replica.target == version or (replica.version == version and replica.id in state.silent):
+            return True
+    return False
+
+
+def _queued(state: State, group: Group) -> list[TrajectoryId]:
+    return [t for t in group.trajectories if state.trajectories[t].state == TrajectoryState.QUEUED]
+
+
+def _queued_for(turn: Turn, replica: Replica) -> bool:
+    return any(turn.state.groups[group].version == replica.version for group in turn.state.requeue)
+
+
+def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
+    """Start the group's siblings; a decision that no longer fits (it was held for long) is void."""
+    replica = turn.state.replicas.get(decision.worker)
+    if replica is None or not _can_generate(turn, replica):
+        return
+    if isinstance(decision, DispatchNew):
+        if not (_gate_is_open(turn) and _may_admit(turn, replica)):
+            return
+        if _begins_local_batch(turn, replica):
+            replica.admit_left = turn.settings.local_batch_groups
+        group = groups.open_group(turn)
+        replica.admit_left -= 1
+        groups.start(turn, replica, group, list(group.trajectories))
+        return
+    _start_queued(turn, replica, decision)
+
+
+def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> None:
+    group = turn.state.groups.get(decision.group)
+    if group is None:
+        return
+    queued = _queued(turn.state, group)
+    chosen = [t for t in decision.trajectories if t in queued]
+    if decision.restart:
+        chosen = groups.restart(turn, group, "version_gone")
+    elif replica.version != group.version:
+        chosen = [t for t in chosen if turn.state.trajectories[t].finish_reason]
+    if chosen:
+        groups.start(turn, replica, group, chosen)
+    if not _queued(turn.state, group):
+        turn.state.requeue.pop(group.id, None)
+
+
+def num_outstanding(state: State) -> int:
+    """Groups in flight or buffered."""
+    return len(state.groups) - sum(len(step.groups) for step in state.steps.values())
+
+
+def interrupt(turn: Turn, reason: str) -> None:
+    """The run ends: everything that no step has leased is dropped."""
+    for group in list(turn.state.groups.values()):
+        if group.step == 0:
+            groups.drop_group(turn, group, reason)

@@ -1,0 +1,284 @@
+"""Groups and their trajectories from the draw of a prompt to a complete group in the buffer.
+
+Invariants:
+* A group's siblings start together on one replica under one version; a trajectory's tokens are all of that version.
+* An attempt ends once: as rewarded or failed, or with its replica. Answers to old attempts change nothing.
+* A sibling that fails for infrastructure reasons is queued again (bounded); one that fails for reasons of data never
+  becomes a zero-reward row: the group is dropped, or trained without it if the settings allow.
+"""
+
+from array import array
+
+from laminar.core import ledger, story, versions
+from laminar.core.actions import AbortAttempts, ForgetTokens, RecordTrajectories, Start, StartGroup
+from laminar.core.events import FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
+from laminar.core.prompts import draw
+from laminar.core.records import Group, GroupState, Replica, Trajectory, TrajectoryState
+from laminar.core.turn import Turn
+from laminar.ids import GroupId, TrajectoryId, derive_seed, make_id
+
+SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
+
+OPEN_STATES = (TrajectoryState.QUEUED, TrajectoryState.GENERATING, TrajectoryState.REWARDING)
+
+
+def open_group(turn: Turn) -> Group:
+    """Draw a prompt; its siblings are queued."""
+    state, settings = turn.state, turn.settings
+    state.num_groups += 1
+    group_id = GroupId(make_id(state.boot, state.num_groups))
+    group = Group(id=group_id, prompt=draw(state.prompts, settings), trajectories=[], num_open=settings.group_size)
+    for sibling in range(settings.group_size):
+        state.num_trajectories += 1
+        trajectory = Trajectory(
+            id=TrajectoryId(make_id(state.boot, state.num_trajectories)),
+            group=group_id,
+            prompt=group.prompt,
+            sibling=sibling,
+            seed=derive_seed(settings.seed, SAMPLING_STREAM, group_id, sibling),
+        )
+        state.trajectories[trajectory.id] = trajectory
+        group.trajectories.append(trajectory.id)
+    state.groups[group_id] = group
+    ledger.draw(state, settings.group_size)
+    return group
+
+
+def start(turn: Turn, replica: Replica, group: Group, trajectories: list[TrajectoryId]) -> None:
+    """Send queued siblings to a replica that holds the group's version (or any version, if the group has none yet)."""
+    assert replica.version is not None
+    state = turn.state
+    record = versions.find(state, replica.version)
+    starts = []
+    for trajectory_id in trajectories:
+        trajectory = state.trajectories[trajectory_id]
+        score_only = bool(trajectory.finish_reason)
+        trajectory.worker = replica.id
+        trajectory.state = TrajectoryState.REWARDING if score_only else TrajectoryState.GENERATING
+        if trajectory.behavior_version is None:
+            trajectory.behavior_version = replica.version
+            trajectory.digest = record.digest if record else ""
+        trajectory.timings.queued = trajectory.timings.queued or turn.at
+        replica.attempts[trajectory_id] = trajectory.attempt
+        replica.num_generating += not score_only
+        resume = score_only or trajectory.num_tokens > 0
+        starts.append(Start(trajectory_id, trajectory.attempt, trajectory.seed, resume, score_only))
+    group.version = group.version or replica.version
+    group.worker = replica.id
+    turn.emit(
+        StartGroup(
+            cause=turn.cause,
+            worker=replica.id,
+            group=group.id,
+            version=replica.version,
+            prompt=group.prompt,
+            starts=starts,
+        )
+    )
+    turn.tell(
+        f"{len(starts)} siblings started under {replica.version}", story.group(group.id), story.worker(replica.id)
+    )
+
+
+# ---- reports -----------------------------------------------------------------------------------------------
+
+
+def on_report(turn: Turn, event: ReplicaReported) -> None:
+    """Lengths of what is generating, then what finished, was rewarded or failed, in this order."""
+    replica = turn.state.replicas.get(event.worker)
+    if replica is None or replica.incarnation != event.incarnation:
+        return
+    _take_lengths(turn, replica, event)
+    replica.num_running, replica.num_waiting, replica.kv_tokens = event.num_running, event.num_waiting, event.kv_tokens
+    for finished in event.finished:
+        _finish(turn, replica, finished)
+    for rewarded in event.rewarded:
+        _reward(turn, replica, rewarded)
+    for failed in event.failed:
+        _fail(turn, replica, failed)
+    if event.finished or event.rewarded or event.failed:
+        turn.state.dirty[replica.id] = None
+
+
+def _take_lengths(turn: Turn, replica: Replica, event: ReplicaReported) -> None:
+    ids, attempts, lengths = array("q", event.trajectories), array("i", event.attempts), array("i", event.num_tokens)
+    records, current = turn.state.trajectories, replica.attempts
+    received = 0
+    for trajectory_id, attempt, length in zip(ids, attempts, lengths, strict=True):
+        if current.get(trajectory_id) == attempt:  # type: ignore[call-overload]
+            record = records[trajectory_id]  # type: ignore[index]
+            received += length - record.num_tokens
+            record.num_tokens = length
+    ledger.receive(turn.state, received)
+
+
+def _current(turn: Turn, replica: Replica, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
+    if replica.attempts.get(trajectory_id) != attempt:
+        turn.tell(f"answer of old attempt {attempt} ignored", story.trajectory(trajectory_id))
+        return None
+    return turn.state.trajectories[trajectory_id]
+
+
+def _finish(turn: Turn, replica: Replica, finished: FinishedAttempt) -> None:
+    trajectory = _current(turn, replica, finished.trajectory, finished.attempt)
+    if trajectory is None or trajectory.state != TrajectoryState.GENERATING:
+        return
+    trajectory.state = TrajectoryState.REWARDING
+    trajectory.finish_reason = finished.finish_reason
+    trajectory.finish_version = turn.trainer_version
+    trajectory.num_prompt_tokens = finished.num_prompt_tokens
+    ledger.receive(turn.state, finished.num_tokens - trajectory.num_tokens)
+    trajectory.num_tokens = finished.num_tokens
+    trajectory.timings.first_token = trajectory.timings.queued + finished.queued_s
+    trajectory.timings.finished = turn.at
+    replica.num_generating -= 1
+
+
+def _reward(turn: Turn, replica: Replica, rewarded: RewardedAttempt) -> None:
+    trajectory = _current(turn, replica, rewarded.trajectory, rewarded.attempt)
+    if trajectory is None or trajectory.state != TrajectoryState.REWARDING:
+        return
+    del replica.attempts[trajectory.id]
+    trajectory.state = TrajectoryState.DONE
+    trajectory.worker = None
+    trajectory.reward, trajectory.reward_parts = rewarded.reward, rewarded.parts
+    trajectory.timings.rewarded = turn.at
+    _close_one(turn, turn.state.groups[trajectory.group])
+
+
+def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
+    trajectory = _current(turn, replica, failed.trajectory, failed.attempt)
+    if trajectory is None:
+        return
+    _leave(replica, trajectory)
+    trajectory.num_failures += 1
+    if failed.kind == "infra" and trajectory.num_failures <= turn.settings.num_retries:
+        queue_again(turn, trajectory, failed.reason)
+        return
+    trajectory.state = TrajectoryState.FAILED
+    trajectory.worker = None
+    trajectory.failure = failed.reason
+    trajectory.finish_reason = "failed"
+    turn.tell(
+        f"failed ({failed.kind}): {failed.reason}", story.trajectory(trajectory.id), story.group(trajectory.group)
+    )
+    _close_one(turn, turn.state.groups[trajectory.group])
+
+
+def _leave(replica: Replica, trajectory: Trajectory) -> None:
+    del replica.attempts[trajectory.id]
+    replica.num_generating -= trajectory.state == TrajectoryState.GENERATING
+
+
+# ---- starting again ----------------------------------------------------------------------------------------
+
+
+def queue_again(turn: Turn, trajectory: Trajectory, reason: str) -> None:
+    """The attempt is over without a result; the next one goes on from the tokens received."""
+    trajectory.attempt += 1
+    trajectory.state = TrajectoryState.QUEUED
+    trajectory.worker = None
+    turn.state.requeue[trajectory.group] = None
+    turn.tell(f"queued again after {reason}", story.trajectory(trajectory.id), story.group(trajectory.group))
+
+
+def lose_attempts(turn: Turn, replica: Replica, reason: str) -> None:
+    """The replica is gone: everything it was at is queued again. Not the trajectories' fault, so not counted as theirs."""
+    for trajectory_id in list(replica.attempts):
+        trajectory = turn.state.trajectories[trajectory_id]
+        _leave(replica, trajectory)
+        queue_again(turn, trajectory, reason)
+
+
+def restart(turn: Turn, group: Group, reason: str) -> list[TrajectoryId]:
+    """The group's version is gone. Void what must be generated anew and return it: all siblings, or the queued ones."""
+    siblings = [turn.state.trajectories[trajectory_id] for trajectory_id in group.trajectories]
+    if turn.settings.group_versions == "mixed":
+        again = [t for t in siblings if t.state == TrajectoryState.QUEUED and not t.finish_reason]
+    else:
+        again = siblings
+    for trajectory in again:
+        _void(turn, trajectory, reason)
+    group.version = None
+    group.num_open = sum(t.state in OPEN_STATES for t in siblings)
+    group.num_regenerations += 1
+    turn.tell(f"{len(again)} siblings start again: {reason}", story.group(group.id))
+    return [t.id for t in siblings if t.state == TrajectoryState.QUEUED]
+
+
+def _void(turn: Turn, trajectory: Trajectory, reason: str) -> None:
+    if trajectory.worker is not None:
+        replica = turn.state.replicas[trajectory.worker]
+        turn.emit(
+            AbortAttempts(
+                cause=turn.cause, worker=replica.id, trajectories=[trajectory.id], attempts=[trajectory.attempt]
+            )
+        )
+        _leave(replica, trajectory)
+    if trajectory.state != TrajectoryState.QUEUED:
+        trajectory.attempt += 1
+    ledger.drop_tokens(turn.state, trajectory.num_tokens, reason)
+    trajectory.state, trajectory.worker, trajectory.num_tokens = TrajectoryState.QUEUED, None, 0
+    trajectory.behavior_version = trajectory.finish_version = None
+    trajectory.finish_reason = trajectory.failure = ""
+
+
+# ---- the end of a group ------------------------------------------------------------------------------------
+
+
+def _close_one(turn: Turn, group: Group) -> None:
+    group.num_open -= 1
+    if group.num_open == 0:
+        _complete(turn, group)
+
+
+def _complete(turn: Turn, group: Group) -> None:
+    siblings = [turn.state.trajectories[trajectory_id] for trajectory_id in group.trajectories]
+    failed = [t for t in siblings if t.state == TrajectoryState.FAILED]
+    usable = len(siblings) - len(failed)
+    if failed and (turn.settings.on_incomplete == "drop" or usable < turn.settings.min_group_size):
+        drop_group(turn, group, "incomplete_group")
+        _count_drop(turn, failed[0].failure)
+        return
+    for trajectory in failed:
+        drop_trajectory(turn, group, trajectory, "in_flight", trajectory.failure)
+    remaining = [turn.state.trajectories[trajectory_id] for trajectory_id in group.trajectories]
+    ledger.move(turn.state, remaining, "in_flight", "buffered")
+    group.state, group.completed_at = GroupState.BUFFERED, turn.at
+    turn.state.buffer[group.id] = None
+    turn.state.num_drops_in_row = 0
+    turn.state.sampler_starved = False
+    turn.tell(f"complete with {len(remaining)} siblings", story.group(group.id))
+
+
+def _count_drop(turn: Turn, reason: str) -> None:
+    state = turn.state
+    state.num_drops_in_row += 1
+    state.dirty.update(dict.fromkeys(state.replicas))
+    if state.num_drops_in_row >= turn.settings.drops_without_progress_max:
+        turn.fail(
+            f"{state.num_drops_in_row} groups in a row were dropped, the last because of {reason}: check the task"
+        )
+
+
+def drop_group(turn: Turn, group: Group, reason: str) -> None:
+    """The whole group leaves the state; siblings that failed by themselves are counted under their own reason."""
+    source = group.state.value
+    for trajectory_id in list(group.trajectories):
+        trajectory = turn.state.trajectories[trajectory_id]
+        if trajectory.worker is not None:
+            _leave(turn.state.replicas[trajectory.worker], trajectory)
+        drop_trajectory(turn, group, trajectory, source, trajectory.failure or reason)
+    turn.state.requeue.pop(group.id, None)
+    turn.state.buffer.pop(group.id, None)
+    del turn.state.groups[group.id]
+    turn.tell(f"dropped: {reason}", story.group(group.id))
+
+
+def drop_trajectory(turn: Turn, group: Group, trajectory: Trajectory, source: str, reason: str) -> None:
+    """One trajectory leaves the state as dropped{reason}."""
+    ledger.drop(turn.state, trajectory, source, reason)
+    group.trajectories.remove(trajectory.id)
+    del turn.state.trajectories[trajectory.id]
+    turn.emit(RecordTrajectories(cause=turn.cause, trajectories=[trajectory]))
+    turn.emit(ForgetTokens(cause=turn.cause, trajectories=[trajectory.id]))

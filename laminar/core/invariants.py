@@ -1,0 +1,74 @@
+"""What must hold after every event. `check` raises AssertionError with the first violation; tests and the simulator call it."""
+
+from laminar.core import ledger
+from laminar.core.records import GroupState, ReplicaState, State, TrajectoryState
+
+
+def check(state: State) -> None:
+    """Check the whole state: O(trajectories)."""
+    _check_ledger(state)
+    _check_trajectories(state)
+    _check_groups(state)
+    _check_replicas(state)
+    _check_steps(state)
+
+
+def _check_ledger(state: State) -> None:
+    counts = ledger.recount(state)
+    for index, account in enumerate((state.ledger.trajectories, state.ledger.tokens)):
+        assert ledger.is_closed(account), f"ledger does not add up: {account}"
+        books = {"in_flight": account.in_flight, "buffered": account.buffered, "leased": account.leased}
+        for place, amount in books.items():
+            assert amount == counts[place][index], f"{place}: books say {amount}, records {counts[place][index]}"
+
+
+def _check_trajectories(state: State) -> None:
+    for t in state.trajectories.values():
+        running = t.state in (TrajectoryState.GENERATING, TrajectoryState.REWARDING)
+        if running:
+            assert t.worker is not None, f"{t.id} is {t.state} nowhere"
+            replica = state.replicas[t.worker]
+            assert replica.attempts.get(t.id) == t.attempt, f"{t.id} is not among the attempts of {t.worker}"
+            if t.state == TrajectoryState.GENERATING:
+                assert replica.version == t.behavior_version, (
+                    f"{t.id} of {t.behavior_version} runs on {replica.version}"
+                )
+        else:
+            assert t.worker is None, f"{t.id} is {t.state} but has worker {t.worker}"
+
+
+def _check_groups(state: State) -> None:
+    for group in state.groups.values():
+        members = [state.trajectories[t] for t in group.trajectories]
+        if group.state == GroupState.IN_FLIGHT:
+            num_open = sum(t.state not in (TrajectoryState.DONE, TrajectoryState.FAILED) for t in members)
+            assert num_open == group.num_open > 0, f"group {group.id}: {num_open} open, books say {group.num_open}"
+            queued = any(t.state == TrajectoryState.QUEUED for t in members)
+            assert queued == (group.id in state.requeue), f"group {group.id}: queued siblings and requeue disagree"
+        else:
+            assert all(t.state == TrajectoryState.DONE for t in members), f"group {group.id} is not complete"
+        assert (group.state == GroupState.BUFFERED) == (group.id in state.buffer)
+
+
+def _check_replicas(state: State) -> None:
+    for replica in state.replicas.values():
+        generating = 0
+        for trajectory_id, attempt in replica.attempts.items():
+            t = state.trajectories[trajectory_id]
+            assert (t.worker, t.attempt) == (replica.id, attempt), f"{replica.id} is at a foreign attempt of {t.id}"
+            generating += t.state == TrajectoryState.GENERATING
+        assert generating == replica.num_generating, (
+            f"{replica.id}: {generating} generating, books say {replica.num_generating}"
+        )
+        assert not (replica.state == ReplicaState.SYNCING and generating), f"{replica.id} generates while it pulls"
+
+
+def _check_steps(state: State) -> None:
+    leased = [group for step in state.steps.values() for group in step.groups]
+    assert len(set(leased)) == len(leased), "a group is leased twice"
+    for step in state.steps.values():
+        for group_id in step.groups:
+            group = state.groups[group_id]
+            assert (group.state, group.step) == (GroupState.LEASED, step.step), f"group {group_id}: lease disagrees"
+    for step_number in state.steps:
+        assert step_number > state.trainer.checkpoint, f"step {step_number} is committed and still leased"

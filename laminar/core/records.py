@@ -1,0 +1,281 @@
+"""The core's state: plain data, no behaviour, no payloads. A snapshot is the msgpack of `State`.
+
+Trajectory states (`core/groups.py` has the transitions):
+
+    queued ──► generating ──► rewarding ──► done ──► (with its group) buffered ──► leased ──► committed
+       ▲____________│______________│  infrastructure failure: attempt + 1             (record leaves the state)
+       └ any of them can also end as dropped{reason}
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from laminar.core.decisions import HeldDecision
+from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
+
+
+class TrajectoryState(StrEnum):
+    """Where one trajectory is."""
+
+    QUEUED = "queued"
+    """Waits for a replica: new, or to be continued after a failure."""
+    GENERATING = "generating"
+    REWARDING = "rewarding"
+    """Generation is over, the reward is computed; no KV is held."""
+    DONE = "done"
+    """Rewarded; its group is not complete yet, or it is in the buffer or leased with it."""
+    FAILED = "failed"
+    """Ended without a reward for reasons of data; its group decides what follows."""
+
+
+class GroupState(StrEnum):
+    """Where the siblings of one prompt are."""
+
+    IN_FLIGHT = "in_flight"
+    BUFFERED = "buffered"
+    LEASED = "leased"
+
+
+class ReplicaState(StrEnum):
+    """What one engine replica does."""
+
+    JOINED = "joined"
+    """Holds no weights yet."""
+    SYNCING = "syncing"
+    """Pulls a version; nothing runs."""
+    GENERATING = "generating"
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Run time in seconds (`Event.at`) of what happened to a trajectory; 0 = not yet."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    rewarded: float = 0.0
+    sampled: float = 0.0
+    trained: float = 0.0
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One response to one prompt: design §3's record without its tokens."""
+
+    id: TrajectoryId
+    group: GroupId
+    prompt: PromptId
+    sibling: int
+    seed: int
+    attempt: int = 1
+    num_failures: int = 0
+    state: TrajectoryState = TrajectoryState.QUEUED
+    worker: WorkerId | None = None
+    behavior_version: Version | None = None
+    finish_version: Version | None = None
+    sample_version: Version | None = None
+    digest: str = ""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    """Response tokens received."""
+    finish_reason: str = ""
+    """``stop``, ``length``, ``env``, ``failed``; empty while generating."""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = {}
+    failure: str = ""
+    step: int = 0
+    """Trainer step that it was leased to."""
+    dropped: str = ""
+    timings: Timings = msgspec.field(default_factory=Timings)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The siblings of one prompt: one replica, one version."""
+
+    id: GroupId
+    prompt: PromptId
+    trajectories: list[TrajectoryId]
+    state: GroupState = GroupState.IN_FLIGHT
+    version: Version | None = None
+    worker: WorkerId | None = None
+    num_open: int = 0
+    """Siblings that are neither done nor failed."""
+    num_regenerations: int = 0
+    completed_at: float = 0.0
+    step: int = 0
+
+
+class Replica(msgspec.Struct, kw_only=True):
+    """One rollout worker with its engine."""
+
+    id: WorkerId
+    incarnation: int
+    host: str
+    num_requests_max: int
+    kv_tokens_max: int
+    state: ReplicaState = ReplicaState.JOINED
+    version: Version | None = None
+    target: Version | None = None
+    """Version being pulled while syncing."""
+    deadline: float = 0.0
+    """When the present state has lasted too long; 0 = never."""
+    num_failed_pulls: int = 0
+    admit_left: int = 0
+    """Groups that this local batch may still admit."""
+    attempts: dict[TrajectoryId, int] = {}
+    """What it generates or rewards now: trajectory -> attempt."""
+    num_generating: int = 0
+    kv_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class VersionRecord(msgspec.Struct, kw_only=True):
+    """A weight version that the trainer made, in publication order."""
+
+    version: Version
+    digest: str = ""
+    ready: bool = False
+    lost: str = ""
+    """Why it will never be readable; empty = it may."""
+    num_tries: int = 0
+    """How often the trainer was asked to publish it."""
+    deadline: float = 0.0
+    """When the publication has lasted too long; 0 = none is under way."""
+    published_at: float = 0.0
+
+
+class Branch(msgspec.Struct, kw_only=True, frozen=True):
+    """A restore of the trainer: `branch` goes on from `fork_step` of the branch before."""
+
+    branch: int
+    fork_step: int
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """A leased batch and what became of it."""
+
+    step: int
+    attempt: int
+    groups: list[GroupId]
+    done: bool = False
+
+
+class Trainer(msgspec.Struct, kw_only=True):
+    """The trainer as the core sees it. Commands are executed in the order sent."""
+
+    ranks: dict[WorkerId, int] = {}
+    """Ready ranks of the present launch: worker -> incarnation."""
+    world_size: int = 0
+    ready: bool = False
+    step: int = 0
+    """Last step whose updates are applied."""
+    branch: int = -1
+    """-1 = no trainer has been ready yet."""
+    running: int = 0
+    """Step in progress, 0 = none."""
+    saving: int = -1
+    """Step whose checkpoint is being written, -1 = none."""
+    checkpoint: int = -1
+    """Last step with a complete checkpoint, -1 = none."""
+    num_failed_saves: int = 0
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """Greedy accuracy on the held-out prompts, by one replica."""
+
+    id: int
+    name: str
+    """``before`` or ``after``."""
+    version: Version | None = None
+    worker: WorkerId | None = None
+    done: bool = False
+    accuracy: float = 0.0
+    num_prompts: int = 0
+    num_failures: int = 0
+
+
+class PromptPool(msgspec.Struct, kw_only=True):
+    """Where the run is in its data."""
+
+    epoch: int = 0
+    position: int = 0
+    returned: list[PromptId] = []
+    """Prompts of groups that a stop interrupted: drawn again first."""
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """One row of the closed ledger: total = in_flight + buffered + leased + committed + sum(dropped)."""
+
+    total: int = 0
+    in_flight: int = 0
+    buffered: int = 0
+    leased: int = 0
+    committed: int = 0
+    dropped: dict[str, int] = {}
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """Trajectories drawn and tokens received, by where they are now."""
+
+    trajectories: Account = msgspec.field(default_factory=Account)
+    tokens: Account = msgspec.field(default_factory=Account)
+
+
+class SamplerRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """A question to a custom sampler that has not been answered."""
+
+    request: int
+    num_groups: int
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Everything that the core knows."""
+
+    boot: int = 0
+    branch_floor: int = 0
+    at: float = 0.0
+    seq: int = 0
+    """Sequence number of the last event."""
+    started: bool = False
+    stopping: str = ""
+    """Reason of a requested stop."""
+    finished: str = ""
+    """Reason why the run is over."""
+    ok: bool = True
+    num_groups: int = 0
+    num_trajectories: int = 0
+    prompts: PromptPool = msgspec.field(default_factory=PromptPool)
+    trajectories: dict[TrajectoryId, Trajectory] = {}
+    groups: dict[GroupId, Group] = {}
+    requeue: dict[GroupId, None] = {}
+    """Groups with queued siblings, oldest first."""
+    buffer: dict[GroupId, None] = {}
+    """Complete groups in order of completion."""
+    replicas: dict[WorkerId, Replica] = {}
+    fenced: dict[WorkerId, int] = {}
+    """Highest incarnation that was declared lost."""
+    dirty: dict[WorkerId, None] = {}
+    """Replicas that the passes look at."""
+    silent: dict[WorkerId, float] = {}
+    """Workers whose channel broke -> when they count as lost."""
+    relay: WorkerId | None = None
+    relay_incarnation: int = 0
+    versions: list[VersionRecord] = []
+    branches: list[Branch] = []
+    trainer: Trainer = msgspec.field(default_factory=Trainer)
+    steps: dict[int, Step] = {}
+    evaluations: list[Evaluation] = []
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    num_drops_in_row: int = 0
+    sampler_state: bytes = b""
+    sampler_request: SamplerRequest | None = None
+    sampler_answer: list[GroupId] = []
+    num_sampler_requests: int = 0
+    sampler_starved: bool = False
+    """The sampler chose nothing; it is asked again when the buffer changes."""
+    holds: dict[str, None] = {}
+    """Passes whose decisions are held."""
+    skipped: dict[str, None] = {}
+    """Passes that an operator told to do nothing until the next event."""
+    held: dict[int, HeldDecision] = {}
+    num_decisions: int = 0

@@ -1,0 +1,66 @@
+"""What a checkpoint keeps of the data side, so that a resumed run goes on where the checkpoint was.
+
+Groups that no step had trained when the checkpoint was made are given back: their prompts are drawn again first, their
+trajectories are dropped{resume} in the ledger.
+"""
+
+import msgspec
+
+from laminar.core.ledger import recount
+from laminar.core.records import Account, Branch, Evaluation, Ledger, PromptPool, State
+
+
+class DataState(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the core's state that outlives the process in a checkpoint."""
+
+    step: int
+    branch: int
+    prompts: PromptPool
+    ledger: Ledger
+    branches: list[Branch]
+    evaluations: list[Evaluation]
+    sampler_state: bytes
+
+
+def data_state(state: State, step: int) -> bytes:
+    """msgpack of the `DataState` that a checkpoint of `step` carries."""
+    untrained = [group.prompt for group in state.groups.values() if not 0 < group.step <= step]
+    prompts = PromptPool(
+        epoch=state.prompts.epoch,
+        position=state.prompts.position,
+        returned=untrained + state.prompts.returned,
+    )
+    counts = recount(state)
+    trajectories, tokens = (
+        _as_committed(account, counts, index)
+        for index, account in enumerate((state.ledger.trajectories, state.ledger.tokens))
+    )
+    saved = DataState(
+        step=step,
+        branch=state.trainer.branch,
+        prompts=prompts,
+        ledger=Ledger(trajectories=trajectories, tokens=tokens),
+        branches=state.branches,
+        evaluations=[evaluation for evaluation in state.evaluations if evaluation.done],
+        sampler_state=state.sampler_state,
+    )
+    return msgspec.msgpack.encode(saved)
+
+
+def _as_committed(account: Account, counts: dict[str, tuple[int, int]], index: int) -> Account:
+    """The account as it will be when the checkpoint is complete and everything else was given back."""
+    given_back = counts["in_flight"][index] + counts["buffered"][index]
+    dropped = dict(account.dropped)
+    if given_back:
+        dropped["resume"] = dropped.get("resume", 0) + given_back
+    return Account(total=account.total, committed=account.committed + counts["leased"][index], dropped=dropped)
+
+
+def restore(state: State, data: bytes) -> None:
+    """Continue a fresh state from what a checkpoint carried. Raises msgspec.DecodeError for anything else."""
+    saved = msgspec.msgpack.decode(data, type=DataState)
+    state.prompts, state.ledger = saved.prompts, saved.ledger
+    state.branches, state.evaluations = saved.branches, saved.evaluations
+    state.sampler_state = saved.sampler_state
+    state.trainer.branch = saved.branch
+    state.trainer.checkpoint = state.trainer.step = saved.step

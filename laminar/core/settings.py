@@ -1,0 +1,41 @@
+"""What the core's decisions depend on, besides events. Derived from the run's configuration by the controller."""
+
+from typing import Literal
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Constant during a run."""
+
+    seed: int = 0
+    num_prompts: int
+    shuffle: bool = True
+    steps: int
+    """Trainer steps of the whole run."""
+    group_size: int
+    batch_groups: int
+    """Groups per global batch."""
+    local_batch_groups: int
+    """Groups that one replica admits per weight pull."""
+    buffer_groups_max: int
+    """New groups are held back while this many are in flight or buffered."""
+    num_retries: int = 3
+    on_incomplete: Literal["drop", "train"] = "drop"
+    min_group_size: int = 2
+    group_versions: Literal["regenerate", "mixed"] = "regenerate"
+    custom_sampler: bool = False
+    on_sampler_error: Literal["fifo", "stop"] = "fifo"
+    sampler_budget_ms: float = 5.0
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 = at the end and on a stop only."""
+    evaluate: bool = True
+    """Greedy accuracy on held-out prompts before and after."""
+    reconnect_grace_s: float = 20.0
+    """A worker whose channel broke is lost after this long."""
+    refresh_timeout_s: float = 120.0
+    """A pull that takes longer means that the replica hangs."""
+    publish_timeout_s: float = 120.0
+    """A publication that takes longer is given up; the next version serves."""
+    drops_without_progress_max: int = 1024
+    """So many dropped groups without one completed mean that the task cannot work (a broken reward): stop and say so."""

@@ -1,0 +1,58 @@
+"""What happened to whom, and because of which event: the rows behind `story(key)`."""
+
+from collections import deque
+
+import msgspec
+
+from laminar.ids import GroupId, TrajectoryId, Version, WorkerId, format_id
+
+ROWS_MAX = 50_000  # a few minutes of a large run, some 10 MB; older rows are in the event log
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the story."""
+
+    cause: int
+    at: float
+    text: str
+    subjects: tuple[str, ...]
+
+
+class Story:
+    """A bounded log; not part of the state, so a restored core starts with an empty one."""
+
+    def __init__(self) -> None:
+        self._rows: deque[Row] = deque(maxlen=ROWS_MAX)
+
+    def add(self, cause: int, at: float, text: str, subjects: tuple[str, ...]) -> None:
+        """Append one row."""
+        self._rows.append(Row(cause, at, text, subjects))
+
+    def of(self, subject: str) -> list[Row]:
+        """All rows that name `subject`, oldest first."""
+        return [row for row in self._rows if subject in row.subjects]
+
+
+def trajectory(value: TrajectoryId) -> str:
+    """Subject of a trajectory: ``t1.17``."""
+    return f"t{format_id(value)}"
+
+
+def group(value: GroupId) -> str:
+    """Subject of a group: ``g1.2``."""
+    return f"g{format_id(value)}"
+
+
+def worker(value: WorkerId) -> str:
+    """Subject of a worker: its name."""
+    return value
+
+
+def version(value: Version) -> str:
+    """Subject of a weight version: ``v12`` or ``v12.b1``."""
+    return str(value)
+
+
+def step(value: int) -> str:
+    """Subject of a train step: ``s12``."""
+    return f"s{value}"

@@ -1,0 +1,222 @@
+"""The trainer: leasing batches, steps, publication, checkpoints, commit.
+
+    absent ──► ready(step, branch) ──► running(step + 1) ──► ready … ──► saving ──► committed up to the checkpoint
+
+Invariants:
+* A batch is leased to exactly one step and leaves the state only when a checkpoint commits it.
+* After a restore the steps since the checkpoint are redone from the same groups in the same order (attempt + 1).
+"""
+
+from laminar.core import fleet, ledger, story, versions
+from laminar.core.actions import BatchRow, FinishRun, ForgetTokens, RecordTrajectories, SaveCheckpoint, StartTrainStep
+from laminar.core.decisions import TakeBatch
+from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, StepFinished, TrainerRankReady
+from laminar.core.records import Branch, GroupState, Step, Trajectory
+from laminar.core.resume import data_state
+from laminar.core.turn import Turn
+from laminar.ids import GroupId, WorkerId
+
+SAVE_TRIES_MAX = 3  # a disk that refused three checkpoints needs a person
+
+
+def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
+    """When all ranks of a launch are there, the trainer is ready; a restore starts a new branch."""
+    trainer = turn.state.trainer
+    if trainer.ready or turn.state.fenced.get(event.worker, 0) >= event.incarnation:
+        return
+    trainer.ranks[event.worker] = event.incarnation
+    trainer.world_size = event.world_size
+    if len(trainer.ranks) < trainer.world_size:
+        return
+    if event.step < trainer.checkpoint:
+        turn.fail(f"the trainer restored step {event.step}, but step {trainer.checkpoint} is already committed")
+        return
+    trainer.ready, trainer.running, trainer.saving = True, 0, -1
+    _begin_branch(turn, event.step)
+    for step in turn.state.steps.values():
+        if step.step > event.step:
+            step.done, step.attempt = False, step.attempt + 1
+    turn.tell(f"trainer ready at step {event.step} with {trainer.world_size} ranks", story.step(event.step))
+    versions.made(turn)
+
+
+def _begin_branch(turn: Turn, step: int) -> None:
+    trainer, floor = turn.state.trainer, turn.state.branch_floor
+    fresh = trainer.branch < 0 and floor == 0
+    trainer.branch = 0 if fresh else max(trainer.branch + 1, floor)
+    trainer.step = step
+    if trainer.branch > 0:
+        turn.state.branches.append(Branch(branch=trainer.branch, fork_step=step))
+    if fresh:
+        trainer.checkpoint = step
+
+
+def lose(turn: Turn, worker: WorkerId, reason: str) -> None:
+    """A rank is gone, so the trainer is: its leases stay, its unsaved steps are to be redone by the next launch."""
+    trainer = turn.state.trainer
+    turn.state.fenced[worker] = max(turn.state.fenced.get(worker, 0), trainer.ranks.pop(worker))
+    for rank, incarnation in trainer.ranks.items():
+        turn.state.fenced[rank] = max(turn.state.fenced.get(rank, 0), incarnation)
+        turn.state.silent.pop(rank, None)
+    trainer.ranks, trainer.ready, trainer.running, trainer.saving = {}, False, 0, -1
+    turn.tell(f"trainer lost: {worker}: {reason}", story.step(trainer.step + 1))
+    turn.fail(f"the trainer was lost ({worker}: {reason})")
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
+
+
+def can_take_batch(turn: Turn) -> bool:
+    """Whether the trainer waits for a batch that has not been leased yet."""
+    state, trainer = turn.state, turn.state.trainer
+    idle = trainer.ready and not trainer.running and not state.stopping
+    return idle and trainer.step < turn.settings.steps and trainer.step + 1 not in state.steps
+
+
+def propose_batch(turn: Turn) -> TakeBatch | None:
+    """FIFO, or the custom sampler's answer."""
+    state, num_groups = turn.state, turn.settings.batch_groups
+    if not can_take_batch(turn) or len(state.buffer) < num_groups:
+        return None
+    if turn.settings.custom_sampler:
+        if not state.sampler_answer:
+            return None
+        return TakeBatch(step=state.trainer.step + 1, groups=list(state.sampler_answer))
+    return TakeBatch(step=state.trainer.step + 1, groups=list(state.buffer)[:num_groups])
+
+
+def apply_batch(turn: Turn, decision: TakeBatch) -> None:
+    """Lease the groups and start the step; a decision that no longer fits is void."""
+    state = turn.state
+    state.sampler_answer = []
+    fits = all(group in state.buffer for group in decision.groups) and len(set(decision.groups)) == len(decision.groups)
+    if not (fits and decision.groups and can_take_batch(turn) and decision.step == state.trainer.step + 1):
+        return
+    for group_id in decision.groups:
+        _lease(turn, group_id, decision.step)
+    state.steps[decision.step] = Step(step=decision.step, attempt=1, groups=list(decision.groups))
+    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.tell(f"batch of {len(decision.groups)} groups leased", story.step(decision.step))
+
+
+def _lease(turn: Turn, group_id: GroupId, step: int) -> None:
+    group = turn.state.groups[group_id]
+    del turn.state.buffer[group_id]
+    members = _members(turn, [group_id])
+    ledger.move(turn.state, members, "buffered", "leased")
+    group.state, group.step = GroupState.LEASED, step
+    for trajectory in members:
+        trajectory.sample_version = turn.trainer_version
+        trajectory.step = step
+        trajectory.timings.sampled = turn.at
+
+
+def start_leased(turn: Turn) -> bool:
+    """Start the next leased step that is not done: a new one, or one to be redone after a restore."""
+    trainer = turn.state.trainer
+    step = turn.state.steps.get(trainer.step + 1)
+    if step is None or step.done or not trainer.ready or trainer.running:
+        return False
+    trainer.running = step.step
+    rows = [_row(trajectory) for trajectory in _members(turn, step.groups)]
+    turn.emit(StartTrainStep(cause=turn.cause, step=step.step, attempt=step.attempt, rows=rows))
+    turn.tell(f"train step started, attempt {step.attempt}, {len(rows)} trajectories", story.step(step.step))
+    return True
+
+
+def _members(turn: Turn, groups: list[GroupId]) -> list[Trajectory]:
+    state = turn.state
+    return [state.trajectories[t] for group in groups for t in state.groups[group].trajectories]
+
+
+def _row(t: Trajectory) -> BatchRow:
+    assert t.behavior_version is not None
+    return BatchRow(t.id, t.group, t.behavior_version, t.num_prompt_tokens, t.num_tokens, t.reward)
+
+
+def on_step_finished(turn: Turn, event: StepFinished) -> None:
+    """A new version exists."""
+    trainer = turn.state.trainer
+    step = turn.state.steps.get(event.step)
+    if step is None or trainer.running != event.step or step.attempt != event.attempt:
+        turn.tell(f"answer of old attempt {event.attempt} ignored", story.step(event.step))
+        return
+    step.done = True
+    trainer.step, trainer.running = event.step, 0
+    members = _members(turn, step.groups)
+    for trajectory in members:
+        trajectory.timings.trained = turn.at
+    turn.emit(RecordTrajectories(cause=turn.cause, trajectories=members))
+    turn.tell("train step finished", story.step(event.step))
+    versions.made(turn)
+    every = turn.settings.checkpoint_every
+    if every and event.step % every == 0:
+        save(turn)
+
+
+def on_step_failed(turn: Turn, event: StepFailed) -> None:
+    """The ranks may differ now: only a restart from the checkpoint helps."""
+    if turn.state.trainer.running == event.step:
+        turn.state.trainer.ready, turn.state.trainer.running = False, 0
+        turn.fail(f"train step {event.step} failed: {event.reason}")
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+def save(turn: Turn) -> None:
+    """Save the trainer as it is now, unless that is done or under way."""
+    trainer = turn.state.trainer
+    if trainer.saving >= 0 or trainer.checkpoint >= trainer.step:
+        return
+    trainer.saving = trainer.step
+    turn.emit(SaveCheckpoint(cause=turn.cause, step=trainer.step, data_state=data_state(turn.state, trainer.step)))
+    turn.tell("checkpoint started", story.step(trainer.step))
+
+
+def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
+    """Commit the steps that it contains."""
+    state, trainer = turn.state, turn.state.trainer
+    trainer.saving, trainer.num_failed_saves = -1, 0
+    trainer.checkpoint = max(trainer.checkpoint, event.step)
+    for number in [step for step in state.steps if step <= event.step]:
+        step = state.steps.pop(number)
+        members = _members(turn, step.groups)
+        ledger.move(state, members, "leased", "committed")
+        for trajectory in members:
+            del state.trajectories[trajectory.id]
+        for group in step.groups:
+            del state.groups[group]
+        turn.emit(ForgetTokens(cause=turn.cause, trajectories=[trajectory.id for trajectory in members]))
+    turn.tell("checkpoint saved", story.step(event.step))
+
+
+def on_checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
+    """Nothing is committed; it is tried again with the next one due, at the end a few times."""
+    trainer = turn.state.trainer
+    trainer.saving = -1
+    trainer.num_failed_saves += 1
+    turn.tell(f"checkpoint failed: {event.reason}", story.step(event.step))
+    if trainer.num_failed_saves >= SAVE_TRIES_MAX:
+        turn.fail(f"the checkpoint of step {event.step} could not be written: {event.reason}")
+
+
+# ---- the end -----------------------------------------------------------------------------------------------
+
+
+def finish(turn: Turn) -> None:
+    """Save what is to be saved; when nothing is left to do, the run is over."""
+    state, trainer = turn.state, turn.state.trainer
+    completed = trainer.ready and trainer.step >= turn.settings.steps
+    if state.finished or not (completed or state.stopping) or trainer.running:
+        return
+    if trainer.ready and trainer.checkpoint < trainer.step and trainer.num_failed_saves < SAVE_TRIES_MAX:
+        save(turn)
+        return
+    if trainer.saving >= 0 and trainer.ready:
+        return
+    fleet.interrupt(turn, "stopped" if state.stopping else "run_complete")
+    if completed and not state.stopping and any(not evaluation.done for evaluation in state.evaluations):
+        return
+    state.finished = state.stopping or "completed"
+    turn.emit(FinishRun(cause=turn.cause, reason=state.finished, ok=state.ok))

@@ -1,0 +1,97 @@
+"""Weight versions: which is the newest to pull, and how far apart two are."""
+
+from laminar.core import story
+from laminar.core.actions import PublishVersion
+from laminar.core.events import ShardsWritten, VersionLost, VersionReady
+from laminar.core.records import Branch, State, VersionRecord
+from laminar.core.turn import Turn
+from laminar.ids import Version
+
+PUBLISH_TRIES_MAX = 3  # a version that the relay lost three times will not fare better the fourth time
+RECORDS_MAX = 64  # far more than replicas can lag; older ones are in the database
+
+
+def newest(state: State) -> VersionRecord | None:
+    """The last published version that can be pulled. Publication order counts, not step numbers."""
+    for record in reversed(state.versions):
+        if record.ready:
+            return record
+    return None
+
+
+def find(state: State, version: Version) -> VersionRecord | None:
+    """The record of `version`, if it is not forgotten."""
+    for record in reversed(state.versions):
+        if record.version == version:
+            return record
+    return None
+
+
+def staleness(branches: list[Branch], new: Version, old: Version) -> int:
+    """Trainer steps from `old` to `new`; across a restore from the last common step. Never below zero."""
+    common = old.step
+    for branch in branches:
+        if old.branch < branch.branch <= new.branch:
+            common = min(common, branch.fork_step)
+    return max(0, new.step - common)
+
+
+def made(turn: Turn) -> None:
+    """The trainer holds a new version: publish it as soon as a relay is there."""
+    record = VersionRecord(version=turn.trainer_version)
+    turn.state.versions.append(record)
+    del turn.state.versions[:-RECORDS_MAX]
+    publish(turn)
+
+
+def publish(turn: Turn) -> None:
+    """Ask the trainer to hand over its present weights, unless they are published, under way or given up."""
+    state = turn.state
+    if not (state.versions and state.trainer.ready and state.relay and not state.trainer.running):
+        return
+    record = state.versions[-1]
+    if (
+        record.version != turn.trainer_version
+        or record.ready
+        or record.deadline
+        or record.num_tries >= PUBLISH_TRIES_MAX
+    ):
+        return
+    record.num_tries += 1
+    record.deadline = turn.at + turn.settings.publish_timeout_s
+    turn.emit(PublishVersion(cause=turn.cause, version=record.version))
+    turn.tell("publication started", story.version(record.version))
+
+
+def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
+    """Only told: the relay's word decides."""
+    turn.tell(f"shards written, the trainer waited {event.stall_s:.3f} s", story.version(event.version))
+
+
+def on_ready(turn: Turn, event: VersionReady) -> None:
+    """From now on replicas may pull it."""
+    record = find(turn.state, event.version)
+    if record is None or record.ready:
+        return
+    record.ready, record.lost, record.deadline = True, "", 0.0
+    record.digest = event.digest
+    record.published_at = turn.at
+    turn.tell(f"published, {event.num_bytes} bytes, digest {event.digest}", story.version(event.version))
+    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+
+
+def on_lost(turn: Turn, event: VersionLost) -> None:
+    """The version is skipped, or tried again while the trainer still holds it."""
+    lose(turn, event.version, event.reason)
+
+
+def lose(turn: Turn, version: Version, reason: str) -> None:
+    """Record that `version` did not get through."""
+    record = find(turn.state, version)
+    if record is None or record.ready:
+        return
+    record.lost, record.deadline = reason, 0.0
+    turn.tell(f"publication failed: {reason}", story.version(version))
+    publish(turn)
+    if record.num_tries >= PUBLISH_TRIES_MAX and newest(turn.state) is None:
+        turn.fail(f"the first weights could not be published after {record.num_tries} tries: {reason}")

@@ -1,0 +1,268 @@
+"""A seeded world around the core for tests: it answers every action, in random order, with random losses."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from laminar import wire
+from laminar.core import actions, events, invariants
+from laminar.core.engine import Core
+from laminar.core.settings import Settings
+from laminar.ids import TrajectoryId, Version, WorkerId
+
+
+def settings(**changes: Any) -> Settings:
+    """Small defaults: 2 groups of 2 per batch, 3 steps."""
+    base = dict(
+        num_prompts=50, steps=3, group_size=2, batch_groups=2, local_batch_groups=2, buffer_groups_max=6, evaluate=False
+    )
+    return Settings(**(base | changes))
+
+
+class Driver:
+    """Stamps events, checks the invariants after each, keeps all actions."""
+
+    def __init__(self, settings_: Settings, core: Core | None = None) -> None:
+        self.core = core or Core(settings_)
+        self.actions: list[actions.AnyAction] = []
+        self.at = self.core.state.at
+        self.seq = self.core.state.seq
+        self.log: list[bytes] = []
+
+    def send(self, event: events.AnyEvent, after: float = 0.0) -> list[actions.AnyAction]:
+        self.at += after
+        self.seq += 1
+        stamped = msgspec.structs.replace(event, seq=self.seq, at=self.at)
+        self.log.append(msgspec.msgpack.encode(stamped))
+        new = self.core.handle(stamped)
+        invariants.check(self.core.state)
+        self.actions += new
+        return new
+
+    def all(self, kind: type) -> list[Any]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def join(self, name: str, incarnation: int = 1, requests: int = 64) -> list[actions.AnyAction]:
+        return self.send(
+            events.ReplicaJoined(
+                worker=WorkerId(name), incarnation=incarnation, host="h", num_requests_max=requests, kv_tokens_max=10_000
+            )
+        )
+
+    def start(self, *replicas: str, step: int = 0, boot: int = 1, branch_floor: int = 0) -> None:
+        """Everything up to the first publication: v0 is ready, the replicas hold it."""
+        self.send(events.RunStarted(boot=boot, branch_floor=branch_floor))
+        self.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=1))
+        self.send(events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=step))
+        self.ready(self.all(actions.PublishVersion)[-1].version)
+        for replica in replicas:
+            self.join(replica)
+            self.refreshed(replica)
+
+    def ready(self, version: Version) -> list[actions.AnyAction]:
+        return self.send(events.VersionReady(version=version, digest=f"d{version}", num_bytes=1))
+
+    def refreshed(self, name: str) -> list[actions.AnyAction]:
+        target = self.core.state.replicas[WorkerId(name)].target
+        assert target is not None
+        return self.send(
+            events.ReplicaRefreshed(
+                worker=WorkerId(name),
+                incarnation=self.core.state.replicas[WorkerId(name)].incarnation,
+                version=target,
+                digest=f"d{target}",
+                wait_s=0.1,
+            )
+        )
+
+    def report(
+        self,
+        name: str,
+        lengths: dict[int, int] | None = None,
+        finish: list[int] = (),  # type: ignore[assignment]
+        reward: dict[int, float] | None = None,
+        fail: dict[int, tuple[str, str]] | None = None,
+        attempts: dict[int, int] | None = None,
+    ) -> list[actions.AnyAction]:
+        """One report; attempts default to the current ones."""
+        replica = self.core.state.replicas[WorkerId(name)]
+        lengths = lengths or {}
+
+        def attempt(t: int) -> int:
+            return (attempts or {}).get(t) or replica.attempts.get(TrajectoryId(t), 1)
+
+        records = self.core.state.trajectories
+        finished = [
+            events.FinishedAttempt(
+                trajectory=TrajectoryId(t),
+                attempt=attempt(t),
+                finish_reason="stop",
+                num_prompt_tokens=5,
+                num_tokens=lengths.get(t, records[TrajectoryId(t)].num_tokens),
+                queued_s=0.1,
+                decode_s=0.2,
+            )
+            for t in finish
+        ]
+        rewarded = [
+            events.RewardedAttempt(trajectory=TrajectoryId(t), attempt=attempt(t), reward=r, parts={})
+            for t, r in (reward or {}).items()
+        ]
+        failed = [
+            events.FailedAttempt(trajectory=TrajectoryId(t), attempt=attempt(t), kind=kind, reason=reason)
+            for t, (kind, reason) in (fail or {}).items()
+        ]
+        return self.send(
+            events.ReplicaReported(
+                worker=WorkerId(name),
+                incarnation=replica.incarnation,
+                trajectories=wire.pack_i64(list(lengths)),
+                attempts=wire.pack_i32([attempt(t) for t in lengths]),
+                num_tokens=wire.pack_i32(list(lengths.values())),
+                finished=finished,
+                rewarded=rewarded,
+                failed=failed,
+            )
+        )
+
+    def generating(self, name: str) -> list[int]:
+        """Trajectories at which the replica is, in order."""
+        return list(self.core.state.replicas[WorkerId(name)].attempts)
+
+    def complete_all(self, name: str, reward: float = 1.0) -> list[actions.AnyAction]:
+        """Everything on the replica finishes with 3 tokens and is rewarded."""
+        here = self.generating(name)
+        return self.report(name, {t: 3 for t in here}, finish=here, reward={t: reward for t in here})
+
+    def step_done(self) -> list[actions.AnyAction]:
+        running = self.all(actions.StartTrainStep)[-1]
+        return self.send(events.StepFinished(step=running.step, attempt=running.attempt))
+
+
+class World(Driver):
+    """Lives until the run ends: every action gets its terminal event, in an order and with faults drawn from the seed."""
+
+    def __init__(self, settings_: Settings, seed: int, faults: float = 0.0, replicas: int = 3) -> None:
+        super().__init__(settings_)
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.pending: list[Callable[[], Any]] = []
+        self.incarnation = 1
+        self.num_replicas = replicas
+        self.trained: list[tuple[int, tuple[int, ...]]] = []
+
+    def run(self, events_max: int = 20_000) -> None:
+        self._take(self._begin())
+        while not self.core.state.finished:
+            assert self.seq < events_max, "the run does not end"
+            self._take(self._next())
+
+    def _begin(self) -> list[actions.AnyAction]:
+        out = list(self.send(events.RunStarted(boot=1)))
+        out += self.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=1))
+        out += self.send(events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0))
+        for index in range(self.num_replicas):
+            out += self.join(f"r{index}")
+        return out
+
+    def _next(self) -> list[actions.AnyAction]:
+        deadline = self.core.next_deadline()
+        busy = [name for name, replica in self.core.state.replicas.items() if replica.attempts]
+        if self.random.random() < self.faults:
+            return self._fault()
+        choices: list[Callable[[], Any]] = []
+        if self.pending:
+            choices.append(lambda: self.pending.pop(self.random.randrange(len(self.pending)))())
+        choices += [lambda name=name: self._progress(name) for name in busy]
+        if not choices:
+            assert deadline is not None, f"nothing can happen any more: {self.core.state}"
+            return self.send(events.TimerFired(), after=max(0.0, deadline - self.at))
+        return self.random.choice(choices)() or []
+
+    def _progress(self, name: str) -> list[actions.AnyAction]:
+        replica = self.core.state.replicas[WorkerId(name)]
+        lengths, finish, reward, fail = {}, [], {}, {}
+        for t in replica.attempts:
+            record = self.core.state.trajectories[t]
+            draw = self.random.random()
+            if record.finish_reason:
+                if draw < 0.5:
+                    reward[t] = self.random.random()
+                elif draw < 0.5 + self.faults:
+                    fail[t] = ("infra", "reward_timeout")
+                continue
+            lengths[t] = record.num_tokens + self.random.randint(0, 3)
+            if draw < 0.3:
+                finish.append(t)
+            elif draw < 0.3 + self.faults:
+                fail[t] = self.random.choice([("infra", "engine_error"), ("data", "reward_error")])
+        return self.report(name, lengths, finish, reward, fail)
+
+    def _fault(self) -> list[actions.AnyAction]:
+        state = self.core.state
+        name = self.random.choice(list(state.replicas))
+        kind = self.random.randrange(3)
+        replica = state.replicas[name]
+        if kind == 0 and len(state.replicas) > 1:
+            out = self.send(events.WorkerLost(worker=name, incarnation=replica.incarnation, reason="killed"))
+            self.incarnation += 1
+            incarnation = self.incarnation
+            self.pending.append(lambda: self.join(name, incarnation))
+            return out
+        if kind == 1 and name not in state.silent:
+            out = self.send(events.WorkerDisconnected(worker=name, incarnation=replica.incarnation))
+            self.pending.append(
+                lambda: self.send(events.WorkerReturned(worker=name, incarnation=replica.incarnation))
+            )
+            return out
+        return self.send(events.TimerFired())
+
+    def _take(self, new: list[actions.AnyAction]) -> None:
+        for action in new:
+            answer = getattr(self, f"_on_{type(action).__name__}", None)
+            if answer:
+                answer(action)
+
+    def _on_PublishVersion(self, action: actions.PublishVersion) -> None:
+        lost = self.random.random() < self.faults
+        event = (
+            events.VersionLost(version=action.version, reason="test")
+            if lost
+            else events.VersionReady(version=action.version, digest=f"d{action.version}", num_bytes=1)
+        )
+        self.pending.append(lambda: self.send(event))
+
+    def _on_PullWeights(self, action: actions.PullWeights) -> None:
+        incarnation = self.core.state.replicas[action.worker].incarnation
+        kind = events.ReplicaRefreshed
+        extra: dict[str, Any] = {"digest": action.digest, "wait_s": 0.1}
+        if self.random.random() < self.faults / 4:
+            kind, extra = events.ReplicaRefreshFailed, {"reason": "test"}
+        self.pending.append(
+            lambda: self.send(kind(worker=action.worker, incarnation=incarnation, version=action.version, **extra))
+        )
+
+    def _on_StartTrainStep(self, action: actions.StartTrainStep) -> None:
+        self.trained.append((action.step, tuple(row.trajectory for row in action.rows)))
+        self.pending.append(lambda: self.send(events.StepFinished(step=action.step, attempt=action.attempt)))
+
+    def _on_SaveCheckpoint(self, action: actions.SaveCheckpoint) -> None:
+        self.pending.append(lambda: self.send(events.CheckpointSaved(step=action.step)))
+
+    def _on_RunEvaluation(self, action: actions.RunEvaluation) -> None:
+        self.pending.append(
+            lambda: self.send(events.EvaluationFinished(evaluation=action.evaluation, accuracy=0.5, num_prompts=10))
+        )
+
+    def _on_AskSampler(self, action: actions.AskSampler) -> None:
+        newest = [group.id for group in reversed(action.view.groups)][: action.num_groups]
+        if self.random.random() < self.faults:
+            newest = newest[:-1]
+        self.pending.append(lambda: self.send(events.SamplerAnswered(request=action.request, groups=newest)))
+
+
+def trace(world: Driver) -> bytes:
+    """All actions as bytes."""
+    return msgspec.msgpack.encode(world.actions)

@@ -1,0 +1,121 @@
+"""`python -m laminar.workers.relay`: the relay daemon of one host.
+
+With `--controller` it serves a run, tells the controller which versions are ready, and stops on its order or when
+orphaned. With `--run-id` it stands alone (benchmarks, tests, tools). It removes its directory however it ends, short
+of SIGKILL; what that leaves is swept by the next relay that starts on the host.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from laminar.errors import LaminarError
+from laminar.wire import RelayReady, Stop, VersionLost, VersionReady, WorkerFailed
+from laminar.workers.link import Link
+from laminar.workers.relay import paths
+from laminar.workers.relay.daemon import RelayServer
+
+log = structlog.get_logger("laminar.relay")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main() -> int:
+    """Exit status: 0 after a stop that was asked for, 1 otherwise."""
+    arguments = _parse()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        return asyncio.run(_run(arguments))
+    except LaminarError as error:
+        log.error("relay_failed", reason=str(error))
+        return 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m laminar.workers.relay", description="Keep weight versions in shared memory."
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--controller", metavar="URL", help="serve the run of this controller (token in LAMINAR_TOKEN)")
+    where.add_argument("--run-id", help="stand alone, under this name")
+    parser.add_argument("--name", default="relay-0", help="this worker's name (default: %(default)s)")
+    parser.add_argument("--slots", type=int, help="version slots (default: relay.slots of the run, or 3)")
+    arguments = parser.parse_args()
+    if arguments.slots is not None and arguments.slots < 2:
+        parser.error(f"--slots {arguments.slots}: at least 2 (newest and incoming)")
+    return arguments
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    stopped = asyncio.Event()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    for path in paths.sweep():
+        log.info("relay_swept", directory=path)
+    work = _serve_run(arguments) if arguments.controller else _serve_alone(arguments)
+    serving = asyncio.create_task(work, name="relay")
+    stopping = asyncio.create_task(stopped.wait(), name="signals")
+    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not serving.done():
+        serving.cancel()
+        await asyncio.wait({serving})
+        if serving.cancelled():
+            return 0
+    return serving.result()
+
+
+async def _serve_alone(arguments: argparse.Namespace) -> int:
+    directory = paths.create(arguments.run_id, run_directory="")
+    await _serve(RelayServer(directory, arguments.slots or 3, _log_event), asyncio.Event().wait)
+    return 0
+
+
+async def _serve_run(arguments: argparse.Namespace) -> int:
+    link = Link(arguments.controller, worker=arguments.name, role="relay")
+    failed = False
+    try:
+        welcome = await link.connect()
+        assert link.config is not None
+        run = link.config.run
+        directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
+        server = RelayServer(directory, arguments.slots or link.config.relay.slots, link.send)
+
+        async def until_told_to_stop() -> None:
+            link.send(RelayReady(directory=str(directory)))
+            while not isinstance(await link.receive(), Stop):
+                pass
+
+        await _serve(server, until_told_to_stop)
+    except LaminarError as error:
+        failed = True
+        link.send(WorkerFailed(reason=str(error)))
+        raise
+    finally:
+        await link.close(goodbye=not failed)
+    return 0
+
+
+async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:
+    """Serve until `until` returns, raises or is cancelled; then the directory is gone."""
+    try:
+        await server.start()
+        await until()
+    finally:
+        try:
+            await server.close()
+        finally:
+            paths.remove(server.directory)
+
+
+def _log_event(event: VersionReady | VersionLost) -> None:
+    log.info("relay_event", event_kind=type(event).__name__, version=str(event.version))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Frames on the relay's Unix socket: a 4-byte little-endian length, then one msgpack struct. Nothing is pickled.
+
+A connection carries one request at a time and one reply to each. Publications and leases belong to the connection
+that opened them and end with it.
+"""
+
+import struct
+
+import msgspec
+
+from laminar.errors import LaminarError, ProtocolError
+from laminar.ids import Version
+from laminar.workers.relay.manifest import Manifest
+
+FRAME_BYTES_MAX = 16 << 20  # a manifest of 100k tensors (a large mixture of experts) is about 10 MB
+LENGTH = struct.Struct("<I")
+SOCKET_NAME = "relay.sock"
+
+
+class RelayError(LaminarError):
+    """The relay refused a request, lost a version, or does not answer."""
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of requests and replies; the class name is the tag."""
+
+
+class Begin(_Struct, frozen=True, kw_only=True):
+    """Rank `rank` of `world_size` wants to write its shards of `version`."""
+
+    version: Version
+    manifest: Manifest
+    rank: int
+    world_size: int
+
+
+class Commit(_Struct, frozen=True, kw_only=True):
+    """The rank has written all its bytes."""
+
+    version: Version
+    rank: int
+
+
+class Abandon(_Struct, frozen=True, kw_only=True):
+    """The rank gives up; the version is lost."""
+
+    version: Version
+    rank: int
+    reason: str
+
+
+class Acquire(_Struct, frozen=True, kw_only=True):
+    """Lease a READY version (None = the newest), waiting up to `wait_s` for it to become READY."""
+
+    version: Version | None
+    wait_s: float = 0.0
+
+
+class Release(_Struct, frozen=True, kw_only=True):
+    """End a lease of this connection."""
+
+    lease: int
+
+
+class GetStatus(_Struct, frozen=True, kw_only=True):
+    """Ask for `Status`."""
+
+
+class Begun(_Struct, frozen=True, kw_only=True):
+    """Where to write; `file` None = the version is superseded, on every rank."""
+
+    file: str | None
+
+
+class Done(_Struct, frozen=True, kw_only=True):
+    """The request took effect."""
+
+
+class Leased(_Struct, frozen=True, kw_only=True):
+    """A lease that lasts until `Release` or the end of the connection."""
+
+    lease: int
+    version: Version
+    digest: str
+    file: str
+    manifest: Manifest
+
+
+class Refusal(_Struct, frozen=True, kw_only=True):
+    """The request had no effect on the caller's behalf."""
+
+    reason: str
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot as it is now."""
+
+    file: str
+    state: str
+    """``free``, ``filling`` or ``ready``."""
+    version: Version | None
+    digest: str
+    """Empty unless ready."""
+    num_bytes: int
+    num_leases: int
+    num_writers: int
+    """Ranks that began and have not committed."""
+
+
+class Status(_Struct, frozen=True, kw_only=True):
+    """The relay as it is now."""
+
+    slots: list[SlotStatus]
+    capacity_bytes: int
+    """Bytes per slot; 0 = no manifest seen yet."""
+    num_connections: int
+    num_prefaulted: int
+    """Slots whose pages are all backed."""
+
+
+Request = Begin | Commit | Abandon | Acquire | Release | GetStatus
+Reply = Begun | Done | Leased | Refusal | Status
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """One frame, length included. Raises RelayError for a frame over the limit."""
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        name = type(message).__name__
+        raise RelayError(f"{name} takes {len(body)} bytes, the limit is {FRAME_BYTES_MAX}: the manifest is too long")
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """Length of the body behind a 4-byte header. Raises ProtocolError when it is empty or over the limit."""
+    length: int = LENGTH.unpack(header)[0]
+    if not 0 < length <= FRAME_BYTES_MAX:
+        raise ProtocolError(f"frame of {length} bytes on the relay's socket; allowed are 1 to {FRAME_BYTES_MAX}")
+    return length
+
+
+def decode_request(body: bytes) -> Request:
+    """Raises ProtocolError for anything that is not a request."""
+    try:
+        return _requests.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"malformed request of {len(body)} bytes: {error}") from error
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Raises ProtocolError for anything that is not a reply."""
+    try:
+        return _replies.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"malformed reply of {len(body)} bytes: {error}") from error

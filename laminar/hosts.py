@@ -94,7 +94,7 @@ def load(path: Path) -> list[Host]:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: expected a text file in UTF-8, got byte {error.start} = {error.object[error.start]:#x}"
-        )
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the hosts file: {error.strerror}") from error
     return parse(text, str(path))

@@ -63,7 +63,7 @@ def _load_file(path: Path, heading: str) -> ModuleType:
     _append_path(path.parent)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         del sys.modules[name]
         raise _import_error(heading, str(path), error) from error
     return module
@@ -79,7 +79,7 @@ def _load_module(name: str, heading: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _import_error(heading, name, error) from error
         raise ConfigError(f"{heading}: no module {error.name}{_nearest(error.name, _siblings(error.name))}") from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise _import_error(heading, name, error) from error
 
 

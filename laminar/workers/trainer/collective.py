@@ -1,0 +1,60 @@
+"""The few collectives that the trainer itself needs, over whatever process group torchrun set up."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT_S = 900.0
+"""A rank may wait while another fetches tokens or writes a checkpoint; a dead rank is noticed at once by its socket."""
+REASON_BYTES_MAX = 512
+
+
+def local_device() -> torch.device:
+    """This rank's GPU (LOCAL_RANK of torchrun), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_group(device: torch.device, **options: object) -> Iterator[tuple[int, int]]:
+    """(rank, world size) of the group that torchrun's environment (or `options`: store, rank, world_size) describes."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), **options)  # type: ignore[arg-type]
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """`values` summed in place over all ranks."""
+    dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Element-wise maximum in place over all ranks."""
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def first_failure(reason: str | None) -> str | None:
+    """What the lowest failing rank gave as its reason, on every rank; None when all gave None."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    failing = torch.tensor(world_size if reason is None else rank)
+    dist.all_reduce(failing, dist.ReduceOp.MIN)
+    source = int(failing)
+    if source == world_size:
+        return None
+    text = (reason or "").encode()[:REASON_BYTES_MAX].ljust(REASON_BYTES_MAX, b"\0")
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(data, source)
+    return f"rank {source}: " + bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")

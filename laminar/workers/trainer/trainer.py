@@ -1,0 +1,104 @@
+"""The trainer of one rank, without any channel: built from a configuration, driven by four calls.
+
+`step`, `publish`, `save` and `restore` are collective: all ranks of the process group call them in the same order with the same
+arguments. `laminar.workers.trainer.__main__` drives them from the controller's commands; tests and benchmarks drive them directly.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from laminar import wire
+from laminar.config import Config
+from laminar.ids import Version, derive_seed
+from laminar.workers.relay.client import RelayClient
+from laminar.workers.trainer import checkpoint
+from laminar.workers.trainer.batch import Fetch
+from laminar.workers.trainer.model import (
+    LAYER_PARAMETERS_MIN,
+    Policy,
+    compute_dtype,
+    load_model,
+    local_parameters,
+    shard_model,
+)
+from laminar.workers.trainer.optimizer import Optimizer
+from laminar.workers.trainer.publish import Publication, plan_manifest, publish, published_dtype
+from laminar.workers.trainer.step import StepRunner
+
+
+class Trainer:
+    """Model, optimizer and step counter of this rank. Needs an initialised process group (`collective.process_group`).
+
+    Raises StartError for a model that cannot be loaded, ConfigError for one that cannot be packed. `layer_parameters_min` is
+    the size from which a layer is an FSDP unit of its own.
+    """
+
+    def __init__(
+        self, config: Config, *, device: torch.device, layer_parameters_min: int = LAYER_PARAMETERS_MIN
+    ) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.step_done = 0
+        """The last step applied (or restored)."""
+        self.version: Version | None = None
+        """Name of the current weights; None once a step has changed them, until they are published."""
+        self._source = Path(config.model.path)
+        torch.manual_seed(derive_seed(config.run.seed, self.rank))
+        dtype = compute_dtype(config.trainer.precision, device)
+        self.model = load_model(config.model.path, activation_checkpointing=config.trainer.activation_checkpointing)
+        shard_model(
+            self.model,
+            world_size=self.world_size,
+            device=device,
+            dtype=dtype,
+            layer_parameters_min=layer_parameters_min,
+        )
+        self.policy = Policy(self.model, temperature=config.rollout.temperature, device=device)
+        if config.trainer.packing == "group":
+            self.policy.check_packing(dtype)
+        self.parameters = local_parameters(self.model)
+        self.optimizer = Optimizer(self.parameters, config.trainer)
+        self.manifest = plan_manifest(self.parameters, published_dtype(config.relay.dtype, device))
+        self._runner = StepRunner(
+            config, self.policy, self.optimizer, rank=self.rank, world_size=self.world_size, device=device
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, each storage once."""
+        return sum(part.parameter.numel() for part in self.parameters)
+
+    def step(self, number: int, rows: Sequence[wire.BatchRow], fetch: Fetch) -> dict[str, float]:
+        """Train step `number` on `rows`; its metrics. See `StepRunner.run` for errors."""
+        metrics = self._runner.run(rows, fetch, self.version)
+        self.step_done, self.version = number, None
+        return metrics
+
+    def publish(self, version: Version, client: RelayClient) -> Publication:
+        """Write the current weights to the relay as `version`."""
+        publication = publish(self.parameters, self.manifest, client, version)
+        self.version = version
+        return publication
+
+    def save(self, path: Path, *, step: int, data_state: bytes) -> float:
+        """Write a checkpoint; its seconds. Raises checkpoint.CheckpointError on all ranks."""
+        started = time.perf_counter()
+        checkpoint.save(
+            path,
+            step=step,
+            model=self.model,
+            source=self._source,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            data_state=data_state,
+        )
+        return time.perf_counter() - started
+
+    def restore(self, path: Path) -> bytes:
+        """Go on from a checkpoint; its `data_state`. Sets `step_done`. Raises StartError."""
+        self.step_done, data_state = checkpoint.restore(path, parameters=self.parameters, optimizer=self.optimizer)
+        self.version = None
+        return data_state

@@ -1,0 +1,457 @@
+"""Continuous batching over any Hugging Face causal LM, in this process.
+
+    event loop                 lock                 decode thread
+    submit ──► waiting (FIFO) ──────────────► admit, prefill ─► rows ─► decode, one token per row, forever
+    abort  ──► marks the request ───────────► its row leaves between tokens
+    drain  ◄── new tokens ◄─────────────────── after every step
+    load_weights ──► job ───────────────────► runs while there are no rows
+
+Invariants:
+* Row i of the KV cache, of the sampling columns and of `_rows` is the same request.
+* A request is in `_waiting`, in `_rows`, or finished; it stays in `_live` until `drain` has delivered its finish.
+* The worst case (prompt + most response tokens) of all rows together never exceeds `kv_tokens_max`.
+* Every submitted request finishes: if a forward fails, all rows finish with ``error: …`` and the engine goes on with
+  those that wait; if weights break half-way or the thread itself fails, everything finishes so and `submit` and
+  `load_weights` raise RuntimeError from then on.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import structlog
+import torch
+
+from laminar.ids import Version
+from laminar.workers.engines.base import Output, Request, Usage
+from laminar.workers.engines.causal_lm import CausalLM
+from laminar.workers.engines.sampling import SamplingRows, check_sampling
+from laminar.workers.engines.weights import check_manifest, copy_weights
+from laminar.workers.relay.manifest import Snapshot
+
+PREFILL_TOKENS_MAX = 4096  # padded tokens of one prefill, so running requests wait for one short forward only
+JOIN_SHARE = 8  # a prefill costs about a decode step, so it waits for 1/8 of the running requests to join together …
+JOIN_PATIENCE_STEPS = 8  # … but not longer than this many decode steps
+STOP_TIMEOUT_S = 60.0  # one forward of a large model on a slow CPU; only then does the thread look up
+
+log = structlog.get_logger()
+
+
+class _Live(msgspec.Struct, kw_only=True, eq=False):
+    """A request from `submit` to the drain that delivers its finish."""
+
+    request: Request
+    num_tokens_max: int
+    """Most response tokens, by max_tokens and by the context."""
+    kv_tokens_max: int
+    stop_ids: frozenset[int]
+    num_tokens: int
+    """Response tokens so far, prefix included."""
+    last_token: int = -1
+    tokens: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[float] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+    aborted: bool = False
+    submitted_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
+class _Load(msgspec.Struct):
+    """One weight replacement for the decode thread."""
+
+    snapshot: Snapshot
+    done: "concurrent.futures.Future[None]"
+
+
+class EmbeddedEngine:
+    """The `Engine` protocol over transformers, on a GPU if there is one, else on the CPU.
+
+    num_requests_max: most requests that decode together. context_tokens_max: 0 = the model's own limit.
+    kv_tokens_max: 0 = num_requests_max full contexts; admission counts against it, memory follows the longest row times
+    the rows. dtype: ``float32``, ``bfloat16`` or ``float16``; weight versions must come in the same one.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        num_requests_max: int,
+        context_tokens_max: int = 0,
+        kv_tokens_max: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        """Raises ValueError for limits that are out of range; the model is read by `start`."""
+        if num_requests_max < 1 or context_tokens_max < 0 or kv_tokens_max < 0:
+            raise ValueError(
+                f"num_requests_max {num_requests_max} must be positive, context_tokens_max {context_tokens_max} and "
+                f"kv_tokens_max {kv_tokens_max} not negative"
+            )
+        self.num_requests_max = num_requests_max
+        self.context_tokens_max = context_tokens_max
+        self.kv_tokens_max = kv_tokens_max
+        self._model_path = model_path
+        self._dtype = dtype
+        self._model: CausalLM | None = None
+        self._sampling = SamplingRows(num_requests_max)
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        """Guards everything below; notified when the thread has something new to look at."""
+        self._live: dict[int, _Live] = {}
+        self._waiting: deque[_Live] = deque()
+        self._rows: list[_Live] = []
+        self._kv_reserved = 0
+        self._ended: list[int] = []
+        """Keys whose `on_finish` call is on its way to the loop."""
+        self._loads: deque[_Load] = deque()
+        self._steps_since_join = 0
+        self._busy_s = 0.0
+        self._closed: str | None = "the engine has not been started"
+
+    # ---- event loop ----------------------------------------------------------------------------------------
+
+    async def start(self, on_finish: Callable[[int], None]) -> None:
+        """Load the model and start decoding. Raises StartError. Sets the limits that were 0."""
+        if self._thread is not None:
+            raise RuntimeError("the engine was started before: make a new one")
+        self._on_finish = on_finish
+        self._loop = asyncio.get_running_loop()
+        model = await asyncio.to_thread(
+            CausalLM, self._model_path, self.num_requests_max, self.context_tokens_max, self._dtype
+        )
+        self._model = model
+        self.context_tokens_max = model.context_tokens_max
+        self.kv_tokens_max = self.kv_tokens_max or self.num_requests_max * self.context_tokens_max
+        self._closed = None
+        self._thread = threading.Thread(target=self._main, args=(model,), name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError when it can never run; RuntimeError when the engine is not running (any more)."""
+        with self._changed:
+            self._check_open()
+            if request.key in self._live:
+                raise ValueError(f"request {request.key} is live already: drain its finish before using the key again")
+            live = self._accept(request)
+            self._live[request.key] = live
+            self._waiting.append(live)
+            self._changed.notify()
+
+    def abort(self, key: int) -> None:
+        """End a request; its tokens so far and finish reason ``abort`` come with a later `drain`. Unknown keys are ignored."""
+        with self._changed:
+            live = self._live.get(key)
+            if live is None or live.finish_reason is not None:
+                return
+            live.aborted = True
+            if live.started_at is None:
+                self._waiting.remove(live)
+                self._finish(live, "abort")
+            self._changed.notify()
+
+    def drain(self) -> list[Output]:
+        """New tokens of all requests since the last call, in submission order."""
+        with self._changed:
+            news = [live for live in self._live.values() if live.tokens or live.finish_reason is not None]
+            outputs = [_output(live) for live in news]
+            for live in news:
+                live.tokens, live.logprobs = [], []
+                if live.finish_reason is not None:
+                    del self._live[live.request.key]
+        return outputs
+
+    def usage(self) -> Usage:
+        """Load right now; `kv_tokens` counts the tokens that rows hold, not what is set aside for them."""
+        with self._changed:
+            return Usage(
+                num_running=len(self._rows),
+                num_waiting=len(self._waiting),
+                kv_tokens=sum(len(live.request.prompt_tokens) + live.num_tokens for live in self._rows),
+                busy_s=self._busy_s,
+            )
+
+    async def load_weights(self, version: Version, snapshot: Snapshot) -> None:
+        """Replace all weights. RuntimeError if a request runs or waits; ValueError, naming the tensor, if it does not fit.
+
+        On either the old weights stay whole. Returns, also when cancelled, only after the snapshot was last read.
+        """
+        with self._changed:
+            self._check_open()
+            unfinished = sum(live.finish_reason is None for live in self._live.values())
+            if unfinished:
+                raise RuntimeError(f"cannot load weights {version}: {unfinished} requests are running or waiting")
+            load = _Load(snapshot, concurrent.futures.Future())
+            self._loads.append(load)
+            self._changed.notify()
+        done = asyncio.wrap_future(load.done)
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
+
+    async def stop(self) -> None:
+        """End all requests with ``abort``, join the thread, free model and cache. Safe to call twice."""
+        with self._changed:
+            self._closed = self._closed or "the engine was stopped"
+            self._changed.notify()
+        thread = self._thread
+        if thread is None:
+            return
+        await asyncio.to_thread(thread.join, STOP_TIMEOUT_S)
+        if thread.is_alive():
+            raise RuntimeError(f"the decode thread is still in a forward after {STOP_TIMEOUT_S:g} s; end the process")
+        self._model = None
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise RuntimeError(self._closed)
+
+    def _accept(self, request: Request) -> _Live:
+        assert self._model is not None
+        check_sampling(request.sampling)
+        num_prompt, num_prefix = len(request.prompt_tokens), len(request.prefix_tokens)
+        num_tokens_max = min(request.sampling.max_tokens, self.context_tokens_max - num_prompt)
+        _check_tokens(request, self._model.vocab_size)
+        if num_prefix >= num_tokens_max:
+            raise ValueError(
+                f"request {request.key}: {num_prompt} prompt and {num_prefix} prefix tokens leave no room for one more "
+                f"(context {self.context_tokens_max}, max_tokens {request.sampling.max_tokens})"
+            )
+        kv_tokens = num_prompt + num_tokens_max
+        if kv_tokens > self.kv_tokens_max:
+            raise ValueError(
+                f"request {request.key} may need {kv_tokens} KV tokens and the engine has {self.kv_tokens_max}: "
+                "lower max_tokens or raise kv_tokens_max"
+            )
+        return _Live(
+            request=request,
+            num_tokens_max=num_tokens_max,
+            kv_tokens_max=kv_tokens,
+            stop_ids=frozenset(request.sampling.stop_ids),
+            num_tokens=num_prefix,
+            submitted_at=time.monotonic(),
+        )
+
+    # ---- decode thread -------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _main(self, model: CausalLM) -> None:
+        """The thread: one step after another until the engine is closed. Whatever happens, nothing stays unfinished."""
+        reason = "abort"
+        try:
+            while self._wait_for_work():
+                self._step(model)
+        except Exception as error:
+            reason = f"error: {_describe(error)}"
+            with self._changed:
+                self._closed = f"the engine is dead ({_describe(error)}): restart the worker"
+            log.exception("embedded_engine_died", model=self._model_path)
+        finally:
+            self._finish_all(reason)
+            model.cache.clear()
+
+    def _wait_for_work(self) -> bool:
+        """Block until a step can do something; False once the engine is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._loads or self._waiting or self._rows)
+            return self._closed is None
+
+    def _step(self, model: CausalLM) -> None:
+        """Weights, or leavers, joiners and one token for everybody else."""
+        began = time.monotonic()
+        with self._changed:
+            load = self._loads.popleft() if self._loads else None
+        if load is not None:
+            self._load(model, load)
+        self._drop_aborted(model)
+        with self._changed:
+            joining = self._admit()
+        try:
+            if joining:
+                self._prefill(model, joining)
+            if self._rows:
+                self._decode(model)
+        except Exception as error:  # noqa: BLE001 - model code of any architecture may raise anything; no request may hang
+            self._fail_rows(model, error)
+        with self._changed:
+            self._busy_s += time.monotonic() - began
+
+    def _admit(self) -> list[_Live]:
+        """Take requests off the queue, in order, while rows, KV and the prefill bound allow; they become the last rows."""
+        self._steps_since_join += 1
+        num_fitting = self._num_fitting()
+        enough = max(1, len(self._rows) // JOIN_SHARE)
+        if num_fitting == 0 or (num_fitting < enough and self._steps_since_join <= JOIN_PATIENCE_STEPS):
+            return []
+        joining: list[_Live] = []
+        distinct: set[tuple[int, ...]] = set()
+        longest = 0
+        for _ in range(num_fitting):
+            sequence = _sequence(self._waiting[0].request)
+            distinct.add(sequence)
+            longest = max(longest, len(sequence))
+            if joining and len(distinct) * longest > PREFILL_TOKENS_MAX:
+                break
+            live = self._waiting.popleft()
+            live.started_at = time.monotonic()
+            self._kv_reserved += live.kv_tokens_max
+            joining.append(live)
+        self._steps_since_join = 0
+        self._rows.extend(joining)
+        return joining
+
+    def _num_fitting(self) -> int:
+        """How many requests from the head of the queue could join now; none while weights are to be replaced."""
+        if self._loads:
+            return 0
+        room = min(len(self._waiting), self.num_requests_max - len(self._rows))
+        kv_tokens = self._kv_reserved
+        for count, live in enumerate(itertools.islice(self._waiting, room)):
+            kv_tokens += live.kv_tokens_max
+            if kv_tokens > self.kv_tokens_max:
+                return count
+        return room
+
+    def _prefill(self, model: CausalLM, joining: list[_Live]) -> None:
+        """Compute each distinct sequence once (siblings share it) and sample the first new token of every joiner."""
+        numbers: dict[tuple[int, ...], int] = {}
+        copies = []
+        start = model.cache.num_rows
+        for row, live in enumerate(joining, start):
+            sequence = _sequence(live.request)
+            copies.append(numbers.setdefault(sequence, len(numbers)))
+            self._sampling.set(row, live.request.sampling, live.num_tokens)
+        logits = model.prefill([list(sequence) for sequence in numbers], copies)
+        self._deliver(model, *self._sampling.sample(logits, start), start)
+
+    def _decode(self, model: CausalLM) -> None:
+        logits = model.decode([live.last_token for live in self._rows])
+        self._deliver(model, *self._sampling.sample(logits, 0), 0)
+
+    def _deliver(self, model: CausalLM, tokens: list[int], logprobs: list[float], start: int) -> None:
+        """Hand out one token per row from `start` on and take out the rows that ended with it."""
+        ended = []
+        with self._changed:
+            for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start):
+                live = self._rows[row]
+                reason = None
+                if not math.isfinite(logprob):
+                    reason = "error: the model gave logits that are not finite numbers"
+                else:
+                    live.tokens.append(token)
+                    live.logprobs.append(logprob)
+                    live.last_token = token
+                    live.num_tokens += 1
+                    if token in live.stop_ids:
+                        reason = "stop"
+                    elif live.num_tokens >= live.num_tokens_max:
+                        reason = "length"
+                if reason is not None:
+                    ended.append((row, reason))
+        self._leave(model, ended)
+
+    def _drop_aborted(self, model: CausalLM) -> None:
+        with self._changed:
+            ended = [(row, "abort") for row, live in enumerate(self._rows) if live.aborted]
+        self._leave(model, ended)
+
+    def _leave(self, model: CausalLM, ended: list[tuple[int, str]]) -> None:
+        """Finish rows, given in ascending order; from the back, so that no row to come is moved."""
+        for row, reason in reversed(ended):
+            if reason.startswith("error"):
+                model.cache.erase(row)
+            last = model.cache.remove(row)
+            self._sampling.move(last, row)
+            with self._changed:
+                live, self._rows[row] = self._rows[row], self._rows[last]
+                self._rows.pop()
+                self._kv_reserved -= live.kv_tokens_max
+                self._finish(live, reason)
+
+    def _fail_rows(self, model: CausalLM, error: Exception) -> None:
+        log.error("embedded_engine_step_failed", model=self._model_path, num_requests=len(self._rows), exc_info=error)
+        model.cache.clear()
+        with self._changed:
+            for live in self._rows:
+                self._finish(live, f"error: {_describe(error)}")
+            self._rows.clear()
+            self._kv_reserved = 0
+
+    def _load(self, model: CausalLM, load: _Load) -> None:
+        """Check, then copy. A copy that fails leaves mixed weights, which end the engine."""
+        try:
+            check_manifest(model.parameters, load.snapshot.manifest)
+        except ValueError as error:
+            load.done.set_exception(error)
+            return
+        try:
+            copy_weights(model.parameters, load.snapshot)
+        except Exception as error:
+            load.done.set_exception(RuntimeError(f"the weights broke half-way: {_describe(error)}"))
+            raise
+        load.done.set_result(None)
+
+    def _finish_all(self, reason: str) -> None:
+        with self._changed:
+            for live in self._live.values():
+                if live.finish_reason is None:
+                    self._finish(live, reason)
+            self._rows.clear()
+            self._waiting.clear()
+            for load in self._loads:
+                load.done.set_exception(RuntimeError(self._closed))
+            self._loads.clear()
+
+    def _finish(self, live: _Live, reason: str) -> None:
+        live.finish_reason = reason
+        live.ended_at = time.monotonic()
+        self._ended.append(live.request.key)
+        if len(self._ended) == 1:  # one wake-up of the loop for all that end in the same step
+            with contextlib.suppress(RuntimeError):  # a closed loop has nobody left to tell
+                self._loop.call_soon_threadsafe(self._report_ended)
+
+    def _report_ended(self) -> None:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        for key in ended:
+            self._on_finish(key)
+
+
+def _output(live: _Live) -> Output:
+    now = live.ended_at or time.monotonic()
+    started = live.started_at if live.started_at is not None else now
+    return Output(
+        key=live.request.key,
+        tokens=live.tokens,
+        logprobs=live.logprobs,
+        finish_reason=live.finish_reason,
+        queued_s=started - live.submitted_at,
+        decode_s=now - started,
+    )
+
+
+def _sequence(request: Request) -> tuple[int, ...]:
+    return (*request.prompt_tokens, *request.prefix_tokens)
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    """Raises ValueError: one wrong id would fail the forward of the whole batch."""
+    if not request.prompt_tokens:
+        raise ValueError(f"request {request.key} has an empty prompt: give at least one token")
+    for name, tokens in (("prompt", request.prompt_tokens), ("prefix", request.prefix_tokens)):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise ValueError(f"request {request.key}: a {name} token lies outside the vocabulary of {vocab_size}")
+
+
+def _describe(error: Exception) -> str:
+    """One line for people and logs."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

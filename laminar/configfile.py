@@ -46,7 +46,8 @@ def load(path: Path | None, overrides: list[str]) -> Config:
     for override in overrides:
         _merge_override(sections, override)
     _resolve_paths(sections, path.parent if path is not None else None)
-    config = check(Config(**{name: _SECTIONS[name](**values) for name, values in sections.items()}))
+    built: dict[str, Any] = {name: _SECTIONS[name](**values) for name, values in sections.items()}
+    config = check(Config(**built))
     _require_model(config.model.path)
     return config
 

@@ -53,16 +53,17 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(path: str, *, activation_checkpointing: bool = False) -> PreTrainedModel:
-    """The model at `path` on the CPU in float32, without dropout. Raises StartError when there is none."""
+    """The model at `path` on the CPU in float32, without dropout. Raises StartError when there is none.
+
+    Attention is transformers' default: sdpa, or eager for the few models that cannot (those cannot be packed either).
+    """
     if not (Path(path) / "config.json").is_file():
         raise StartError(f"model.path = {path!r}: no config.json there; name a directory with a Hugging Face causal LM")
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = _without_dropout(AutoConfig.from_pretrained(path))
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise StartError(f"model.path = {path!r} cannot be loaded as a causal LM: {error}") from error
     model.config.use_cache = False

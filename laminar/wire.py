@@ -453,6 +453,8 @@ class TokenRequest(msgspec.Struct, frozen=True, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(WorkerEnvelope)
+_token_request = msgspec.msgpack.Decoder(TokenRequest)
+_token_rows = msgspec.msgpack.Decoder(list[TokenRow])
 _from_controller = msgspec.msgpack.Decoder(ControllerEnvelope)
 
 
@@ -469,6 +471,19 @@ def decode_from_worker(frame: bytes) -> WorkerEnvelope:
 def decode_from_controller(frame: bytes) -> ControllerEnvelope:
     """Raises ProtocolError for a frame that is too large, malformed or of an unknown kind."""
     return _decode(_from_controller, frame)
+
+
+def decode_token_request(body: bytes) -> TokenRequest:
+    """Raises ProtocolError for anything else."""
+    return _decode(_token_request, body)
+
+
+def decode_token_rows(body: bytes) -> list[TokenRow]:
+    """The answer of `POST /v1/tokens`. Raises ProtocolError for anything else; any size."""
+    try:
+        return _token_rows.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"malformed token rows: {error}") from error
 
 
 def _decode(decoder: Any, frame: bytes) -> Any:

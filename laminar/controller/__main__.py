@@ -1,0 +1,127 @@
+"""`python -m laminar.controller`: start a run, resume one, or show what would be started."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar import __version__, configfile, hosts
+from laminar.config import Config
+from laminar.controller import rundir
+from laminar.controller.plan import describe, plan
+from laminar.errors import ConfigError, LaminarError
+from laminar.plugins import load_object
+
+EPILOG = """\
+examples:
+  python -m laminar.controller --cluster hosts.txt --config configs/quickstart/config.toml
+  python -m laminar.controller --cluster hosts.txt --config my.toml trainer.lr=1e-5 run.steps=200
+  python -m laminar.controller --cluster hosts.txt --config my.toml --dry-run
+  python -m laminar.controller --resume runs/my-run run.steps=400
+
+hosts.txt has one host per line: address, role (trainer or rollout), options:
+  localhost  trainer  ranks=2
+  localhost  rollout  replicas=2
+
+Every key of the configuration is documented in laminar/config.py; key=value on the command line wins over the file.
+Ctrl-C finishes the step, saves a checkpoint and stops everything; a second Ctrl-C stops at once.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0 = completed or stopped on request, 1 = failed, 2 = wrong input."""
+    options = _parse(arguments)
+    try:
+        return _run(options)
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m laminar.controller",
+        description="Laminar: asynchronous RL post-training of language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cluster", metavar="HOSTS", type=Path, help="hosts file: which machine does what")
+    parser.add_argument("--config", metavar="TOML", type=Path, help="configuration file")
+    parser.add_argument("--sampler", metavar="REF", help="custom sampler: file.py:Class or pkg.mod:Class")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved plan and configuration, start nothing"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="RUN_DIR",
+        nargs="?",
+        const="",
+        help="go on with a run from its last checkpoint (default: the latest run); its own hosts and configuration are used",
+    )
+    parser.add_argument("--version", action="version", version=f"laminar {__version__}")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="configuration keys, for example trainer.lr=1e-5"
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    run = None
+    if options.resume is not None:
+        run = rundir.reopen(Path(options.resume) if options.resume else rundir.latest(Path("runs")))
+    elif options.cluster is None:
+        raise ConfigError("name a hosts file with --cluster (or a run with --resume); --help shows examples")
+    overrides = list(options.overrides)
+    if options.sampler:
+        overrides.append(f"buffer.sampler={msgspec.json.encode(options.sampler).decode()}")
+    config = configfile.load(options.config or (run.config if run else None), overrides)
+    hosts_file = options.cluster or (run.hosts if run else None)
+    machines = hosts.load(hosts_file)
+    resume = run.last_checkpoint() if run else None
+    if options.dry_run:
+        return _show(config, machines, resume)
+    return _start(config, machines, hosts_file.read_text(), run)
+
+
+def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> int:
+    port = config.controller.port or "PORT"
+    processes = plan(config, machines, f"http://{config.controller.host}:{port}", resume)
+    print(f"# {len(processes)} processes; each gets the run's token in LAMINAR_TOKEN\n{describe(processes)}\n")
+    print(f"# configuration\n{configfile.dumps(config)}")
+    return 0
+
+
+def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "rundir.RunDirectory | None") -> int:
+    from laminar.controller.app import Application
+    from laminar.tasks import datasets
+
+    plan(config, machines, "", None)
+    prompts = datasets.load(config.task)
+    sampler = load_object(config.buffer.sampler, "sampler")() if config.buffer.sampler != "fifo" else None
+    resume = run.last_checkpoint() if run else None
+    directory = run or rundir.create(config, hosts_text)
+
+    async def go() -> int:
+        application = Application(
+            config=config, hosts=machines, run=directory, prompts=prompts, sampler=sampler, resume=resume
+        )
+        return await application.run()
+
+    return _run_loop(go)
+
+
+def _run_loop(go: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """uvloop where it is installed, the stock loop elsewhere."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(go())
+    return uvloop.run(go())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
+
+import time
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from laminar.controller.telemetry import Telemetry
+from laminar.core.records import State
+
+
+class Display(Protocol):
+    """Progress for people."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+    def on_step(self) -> None:
+        """A step finished; its metrics are the telemetry's last."""
+
+    def refresh(self) -> None:
+        """Some time has passed."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def step_line(metrics: dict[str, float], steps: int, state: State) -> str:
+    """One finished step in one line."""
+    versions = " ".join(f"{name}@{replica.version or '–'}" for name, replica in state.replicas.items())
+    parts = [
+        f"step {int(metrics['step'])}/{steps}",
+        f"reward {metrics.get('reward/mean', float('nan')):.3f}",
+        f"entropy {metrics.get('actor/entropy', float('nan')):.3f}",
+        f"grad {metrics.get('actor/grad_norm', float('nan')):.2f}",
+        f"gen {metrics['perf/generation_tokens_per_s']:.0f} tok/s",
+        f"train {metrics['perf/training_tokens_per_s']:.0f} tok/s",
+        f"buffer {int(metrics['buffer/depth_groups'])}",
+        f"staleness {metrics['off_policy/s_train/mean']:.2f} (max {int(metrics['off_policy/s_train/max'])})",
+        f"{metrics['timing/wall_s']:.2f} s",
+        versions,
+    ]
+    return " | ".join(parts)
+
+
+class PlainDisplay:
+    """For logs and pipes."""
+
+    def __init__(self, state: State, telemetry: Telemetry, steps: int) -> None:
+        self._state, self._telemetry, self._steps = state, telemetry, steps
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def on_step(self) -> None:
+        print(step_line(self._telemetry.history[-1], self._steps, self._state), flush=True)
+
+    def refresh(self) -> None:
+        """Nothing moves in a log."""
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+class LiveDisplay:
+    """For terminals."""
+
+    def __init__(self, state: State, telemetry: Telemetry, steps: int) -> None:
+        self._state, self._telemetry, self._steps = state, telemetry, steps
+        self._live = Live(console=Console(), auto_refresh=False, transient=False)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def on_step(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._live.update(self._render(), refresh=True)
+
+    def close(self) -> None:
+        self.refresh()
+        self._live.stop()
+
+    def _render(self) -> Group:
+        return Group(self._progress(), self._numbers(), self._replicas())
+
+    def _progress(self) -> Table:
+        done = self._state.trainer.step
+        eta = self._telemetry.seconds_per_step() * (self._steps - done)
+        row = Table.grid(padding=(0, 1))
+        row.add_row(
+            Text(f"step {done}/{self._steps}", style="bold"),
+            ProgressBar(total=self._steps, completed=done, width=40),
+            Text(f"ETA {time.strftime('%M:%S', time.gmtime(eta))}" if eta else self._phase()),
+        )
+        return row
+
+    def _phase(self) -> str:
+        if not self._state.trainer.ready:
+            return "starting the workers"
+        if not any(replica.version for replica in self._state.replicas.values()):
+            return "publishing the first weights"
+        return "generating" if self._state.trainer.step < self._steps else "finishing"
+
+    def _numbers(self) -> Table:
+        metrics = self._telemetry.history[-1] if self._telemetry.history else {}
+        table = Table(box=None, padding=(0, 2))
+        columns = (
+            ("reward", metrics.get("reward/mean"), ".3f"),
+            ("entropy", metrics.get("actor/entropy"), ".3f"),
+            ("gen tok/s", metrics.get("perf/generation_tokens_per_s"), ",.0f"),
+            ("train tok/s", metrics.get("perf/training_tokens_per_s"), ",.0f"),
+            ("buffer groups", float(len(self._state.buffer)), ".0f"),
+            ("staleness mean", metrics.get("off_policy/s_train/mean"), ".2f"),
+            ("max", metrics.get("off_policy/s_train/max"), ".0f"),
+            ("trainer idle", metrics.get("perf/trainer_idle_ratio"), ".0%"),
+            ("rollouts idle", metrics.get("perf/rollout_idle_ratio"), ".0%"),
+            ("loop lag ms", 1e3 * metrics["event_loop_lag/max"] if metrics else None, ".0f"),
+        )
+        for name, _, _ in columns:
+            table.add_column(name, justify="right")
+        table.add_row(*("–" if value is None else format(value, form) for _, value, form in columns))
+        return table
+
+    def _replicas(self) -> Table:
+        table = Table(box=None, padding=(0, 2))
+        for name in ("replica", "state", "version", "generating", "rewarding", "KV tokens"):
+            table.add_column(name, justify="left" if name in ("replica", "state", "version") else "right")
+        for replica in self._state.replicas.values():
+            version = f"{replica.version or '–'}" + (f" → {replica.target}" if replica.target else "")
+            table.add_row(
+                replica.id,
+                replica.state.value,
+                version,
+                str(replica.num_generating),
+                str(len(replica.attempts) - replica.num_generating),
+                f"{replica.kv_tokens:,}",
+            )
+        return table

@@ -1,0 +1,213 @@
+"""From core actions to the outside: messages to workers, rows to the database, the custom sampler's turn.
+
+Every long action becomes one message on the worker's ordered channel, which is resent after a reconnect; its terminal event is
+the worker's answer, or `WorkerLost` when there is none to be had. So nothing here waits.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from laminar import wire
+from laminar.controller.eventlog import EventLog
+from laminar.controller.rundir import complete_checkpoints
+from laminar.controller.runtime import Runtime
+from laminar.controller.server import Server
+from laminar.controller.tokens import TokenStore
+from laminar.core import actions, events, versions
+from laminar.core.records import Trajectory
+from laminar.core.sampling import Sampler
+from laminar.ids import WorkerId
+
+logger = structlog.get_logger(__name__)
+
+
+class Prompts:
+    """What the effects need of a data set (`laminar.tasks.datasets.PromptSet`)."""
+
+    def prompt(self, index: int) -> wire.Prompt:
+        """The prompt at a position, 0-based."""
+        raise KeyError(index)
+
+    held_out: list[wire.Prompt]
+
+
+class Effects:
+    """`perform(action)` for `Runtime`."""
+
+    def __init__(
+        self,
+        *,
+        runtime: Runtime,
+        server: Server,
+        log: EventLog,
+        tokens: TokenStore,
+        prompts: Prompts,
+        checkpoints: Path,
+        keep_last: int,
+        sampler: Sampler | None,
+        stop_process: Callable[[WorkerId], None],
+        alarm: Callable[[str, str], None],
+    ) -> None:
+        self._runtime, self._server, self._log, self._tokens, self._prompts = runtime, server, log, tokens, prompts
+        self._checkpoints, self._keep_last, self._sampler = checkpoints, keep_last, sampler
+        self._stop_process, self._alarm = stop_process, alarm
+        self._sampler_loaded = False
+        self._table: dict[type, Callable[[Any], None]] = {
+            actions.StartGroup: self._start_group,
+            actions.AbortAttempts: self._abort,
+            actions.PullWeights: self._pull,
+            actions.RunEvaluation: self._evaluate,
+            actions.StartTrainStep: self._train,
+            actions.PublishVersion: lambda a: self._to_trainer(wire.Publish(version=a.version)),
+            actions.SaveCheckpoint: self._save,
+            actions.AskSampler: self._ask_sampler,
+            actions.RecordTrajectories: self._record,
+            actions.ForgetTokens: lambda a: self._tokens.forget(a.trajectories),
+            actions.StopWorker: self._stop_worker,
+            actions.RaiseAlarm: self._raise_alarm,
+        }
+
+    def perform(self, action: actions.AnyAction) -> None:
+        """Do it, or hand it over."""
+        self._table[type(action)](action)
+
+    # ---- rollouts ------------------------------------------------------------------------------------------
+
+    def _start_group(self, action: actions.StartGroup) -> None:
+        starts = []
+        for start in action.starts:
+            self._tokens.start(start.trajectory, start.attempt, action.group, start.resume)
+            tokens, logprobs = self._tokens.prefix(start.trajectory) if start.resume else (b"", b"")
+            starts.append(
+                wire.TrajectoryStart(
+                    trajectory=start.trajectory,
+                    attempt=start.attempt,
+                    seed=start.seed,
+                    prefix_tokens=tokens,
+                    prefix_logprobs=logprobs,
+                    score_only=start.score_only,
+                )
+            )
+        prompt = self._prompts.prompt(action.prompt)
+        message = wire.AssignGroup(group=action.group, version=action.version, prompt=prompt, starts=starts)
+        self._server.send(action.worker, message)
+
+    def _abort(self, action: actions.AbortAttempts) -> None:
+        self._server.send(action.worker, wire.Abort(trajectories=action.trajectories, attempts=action.attempts))
+
+    def _pull(self, action: actions.PullWeights) -> None:
+        self._server.send(action.worker, wire.Refresh(version=action.version, digest=action.digest))
+
+    def _evaluate(self, action: actions.RunEvaluation) -> None:
+        message = wire.Evaluate(
+            evaluation=action.evaluation, version=action.version, prompts=list(self._prompts.held_out)
+        )
+        self._server.send(action.worker, message)
+
+    def _stop_worker(self, action: actions.StopWorker) -> None:
+        logger.warning("worker.given_up", worker=action.worker, reason=action.reason)
+        self._server.fence(action.worker, action.incarnation, action.reason)
+        self._stop_process(action.worker)
+
+    # ---- trainer -------------------------------------------------------------------------------------------
+
+    def _to_trainer(self, message: wire.Message) -> None:
+        for worker in self._server.workers("trainer"):
+            self._server.send(worker, message)
+
+    def _train(self, action: actions.StartTrainStep) -> None:
+        rows = [
+            wire.BatchRow(
+                trajectory=row.trajectory,
+                group=row.group,
+                behavior_version=row.behavior_version,
+                num_prompt_tokens=row.num_prompt_tokens,
+                num_tokens=row.num_tokens,
+                reward=row.reward,
+            )
+            for row in action.rows
+        ]
+        self._to_trainer(wire.StartStep(step=action.step, attempt=action.attempt, rows=rows))
+
+    def _save(self, action: actions.SaveCheckpoint) -> None:
+        path = self._checkpoints / f"step-{action.step}"
+        self._log.write(
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)",
+            (action.step, str(path), action.data_state, None),
+        )
+        self._to_trainer(wire.SaveCheckpoint(step=action.step, path=str(path), data_state=action.data_state))
+
+    def on_checkpoint_saved(self, step: int) -> None:
+        """Note it, and delete checkpoints that are older than the last few."""
+        self._log.write("UPDATE checkpoints SET saved_at = ? WHERE step = ?", (time.time(), step))
+        for old in complete_checkpoints(self._checkpoints)[: -self._keep_last]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    # ---- sampler -------------------------------------------------------------------------------------------
+
+    def _ask_sampler(self, action: actions.AskSampler) -> None:
+        assert self._sampler is not None
+        began = time.perf_counter()
+        try:
+            if not self._sampler_loaded and action.state:
+                self._sampler.load_state(msgspec.msgpack.decode(action.state))
+            self._sampler_loaded = True
+            began = time.perf_counter()
+            chosen = list(self._sampler.select(action.view, action.num_groups))
+            elapsed_ms = 1e3 * (time.perf_counter() - began)
+            state = msgspec.msgpack.encode(self._sampler.state())
+            chosen = msgspec.convert(chosen, list[int])
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is named, and policy decides
+            name = type(self._sampler).__name__
+            fault = f"{name} raised {type(error).__name__}: {error}"
+            self._runtime.post(events.SamplerAnswered(request=action.request, error=fault))
+            return
+        self._runtime.post(
+            events.SamplerAnswered(request=action.request, groups=chosen, elapsed_ms=elapsed_ms, state=state)  # type: ignore[arg-type]
+        )
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    def _record(self, action: actions.RecordTrajectories) -> None:
+        statement = f"INSERT OR REPLACE INTO trajectories VALUES ({', '.join('?' * 25)})"
+        for trajectory in action.trajectories:
+            self._log.write(statement, self._row(trajectory))
+
+    def _row(self, t: Trajectory) -> tuple[Any, ...]:
+        s_gen, residence, s_train = stalenesses(t, self._runtime.core.state.branches)
+        times = (
+            getattr(t.timings, f) or None
+            for f in ("queued", "first_token", "finished", "rewarded", "sampled", "trained")
+        )
+        return (
+            t.id, t.prompt, t.group, t.sibling, t.attempt,
+            _text(t.behavior_version), _text(t.finish_version), _text(t.sample_version), t.digest,
+            t.num_prompt_tokens, t.num_tokens, t.reward if t.timings.rewarded else None, json.dumps(t.reward_parts),
+            t.finish_reason, t.step or None, t.dropped or None, s_gen, residence, s_train, *times,
+        )  # fmt: skip
+
+    def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
+        self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))
+        self._alarm(action.name, action.text)
+
+
+def _text(version: object) -> str | None:
+    return str(version) if version is not None else None
+
+
+def stalenesses(t: Trajectory, branches: list[Any]) -> tuple[int | None, int | None, int | None]:
+    """(s_gen, residence, s_train) of a trajectory in trainer steps, as far as they are known (design §3)."""
+    s_gen = residence = None
+    if t.finish_version and t.behavior_version:
+        s_gen = versions.staleness(branches, t.finish_version, t.behavior_version)
+    if t.sample_version and t.finish_version:
+        residence = versions.staleness(branches, t.sample_version, t.finish_version)
+    s_train = s_gen + residence if s_gen is not None and residence is not None else None
+    return s_gen, residence, s_train

@@ -1,0 +1,184 @@
+"""The run's database `run.db` (SQLite, WAL) and its writer thread: group commit, durability, boot numbers.
+
+Invariants:
+* Events reach the disk in order, at most `commit_s` after `append` (at once when someone waits for them).
+* Token segments named by an event are on disk before the event commits (`before_commit`).
+* `durable` only grows; waiters of `when_durable(seq)` wake when it reaches their seq.
+* A failed write is never hidden: `failure` holds it, waiters get it, nothing later is called durable.
+
+Tables: `boots`, `events`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`, `alarms`: see SCHEMA.
+Any SQLite client reads them, also while the run goes on.
+"""
+
+import asyncio
+import heapq
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import StartError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS boots (boot INTEGER PRIMARY KEY, started REAL, pid INTEGER, host TEXT, resumed_step INTEGER);
+CREATE TABLE IF NOT EXISTS events (
+    boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, PRIMARY KEY (boot, seq)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS trajectories (
+    id INTEGER PRIMARY KEY, prompt INTEGER, group_id INTEGER, sibling INTEGER, attempt INTEGER,
+    behavior_version TEXT, finish_version TEXT, sample_version TEXT, digest TEXT,
+    num_prompt_tokens INTEGER, num_tokens INTEGER, reward REAL, reward_parts TEXT, finish_reason TEXT,
+    step INTEGER, dropped TEXT, s_gen INTEGER, residence INTEGER, s_train INTEGER,
+    queued_at REAL, first_token_at REAL, finished_at REAL, rewarded_at REAL, sampled_at REAL, trained_at REAL
+);
+CREATE TABLE IF NOT EXISTS versions (
+    step INTEGER, branch INTEGER, digest TEXT, num_bytes INTEGER, published_at REAL, PRIMARY KEY (step, branch)
+);
+CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT, data_state BLOB, saved_at REAL);
+CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spans (worker TEXT, kind TEXT, start REAL, end REAL, busy_s REAL, version TEXT);
+CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
+"""
+
+
+class EventLog:
+    """Owns `run.db`. All methods are called from the event loop; one thread writes."""
+
+    def __init__(self, path: Path, commit_s: float, before_commit: Callable[[], None] = lambda: None) -> None:
+        self.path = path
+        self.failure: Exception | None = None
+        self.durable = 0
+        """Highest event seq on disk."""
+        self._commit_s = commit_s
+        self._before_commit = before_commit
+        self._pending: list[tuple[str, Sequence[Any]]] = []
+        self._appended = 0
+        self._boot = 0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._hurry = threading.Event()
+        self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._num_waiters = 0
+        self._on_durable: Callable[[int], None] = lambda seq: None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin_boot(self, started: float, pid: int, host: str, resumed_step: int) -> int:
+        """Open the database and take the next boot number, durably. Raises StartError if the file cannot be used."""
+        try:
+            with sqlite3.connect(self.path) as database:
+                _prepare(database)
+                row = database.execute("SELECT coalesce(max(boot), 0) + 1 FROM boots").fetchone()
+                self._boot = int(row[0])
+                database.execute(
+                    "INSERT INTO boots VALUES (?, ?, ?, ?, ?)", (self._boot, started, pid, host, resumed_step)
+                )
+            database.close()
+        except sqlite3.Error as error:
+            raise StartError(f"cannot use the run's database {self.path}: {error}") from error
+        return self._boot
+
+    def start(self, on_durable: Callable[[int], None]) -> None:
+        """Start the writer; `on_durable(seq)` is called on the loop after each commit."""
+        self._loop = asyncio.get_running_loop()
+        self._on_durable = on_durable
+        self._thread = threading.Thread(target=self._write_forever, name="eventlog", daemon=True)
+        self._thread.start()
+
+    def append(self, seq: int, at: float, kind: str, body: bytes) -> None:
+        """Queue one event."""
+        with self._lock:
+            self._appended = seq
+            self._pending.append(("INSERT INTO events VALUES (?, ?, ?, ?, ?)", (self._boot, seq, at, kind, body)))
+        self._wake.set()
+
+    def write(self, statement: str, parameters: Sequence[Any]) -> None:
+        """Queue a statement on one of the other tables; it commits with or after the events before it."""
+        with self._lock:
+            self._pending.append((statement, parameters))
+        self._wake.set()
+
+    async def when_durable(self, seq: int) -> None:
+        """Return when event `seq` is on disk. Raises the writer's error if it cannot write."""
+        if seq <= self.durable:
+            return
+        if self.failure is not None:
+            raise self.failure
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_waiters += 1
+        heapq.heappush(self._waiters, (seq, self._num_waiters, waiter))
+        self._hurry.set()
+        self._wake.set()
+        await waiter
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Commit what is queued and stop the writer."""
+        self._closing = True
+        self._hurry.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # ---- writer thread -------------------------------------------------------------------------------------
+
+    def _write_forever(self) -> None:
+        assert self._loop is not None
+        try:
+            database = sqlite3.connect(self.path)
+            _prepare(database)
+            while not self._closing or self._pending:
+                self._wait()
+                seq = self._commit(database)
+                self._tell(self._advance, seq)
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            database.close()
+        except (sqlite3.Error, OSError) as error:
+            self._tell(self._fail, error)
+
+    def _wait(self) -> None:
+        """Until there is something to write, then `commit_s` longer for company, unless someone waits for it."""
+        self._wake.wait()
+        self._hurry.wait(self._commit_s)
+        self._wake.clear()
+        self._hurry.clear()
+
+    def _commit(self, database: sqlite3.Connection) -> int:
+        with self._lock:
+            batch, self._pending = self._pending, []
+            seq = self._appended
+        if batch:
+            self._before_commit()
+            with database:
+                for statement, parameters in batch:
+                    database.execute(statement, parameters)
+        return seq
+
+    def _tell(self, function: Callable[..., None], argument: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    def _advance(self, seq: int) -> None:
+        if seq <= self.durable:
+            return
+        self.durable = seq
+        while self._waiters and self._waiters[0][0] <= seq:
+            _, _, waiter = heapq.heappop(self._waiters)
+            if not waiter.done():
+                waiter.set_result(None)
+        self._on_durable(seq)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        for _, _, waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._waiters.clear()
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    database.executescript(SCHEMA)

@@ -1,0 +1,129 @@
+"""Which process runs where, with which command: what `--dry-run` prints and the launcher starts."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import msgspec
+
+from laminar.config import Config
+from laminar.errors import ConfigError
+from laminar.hosts import Host, is_local
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to start."""
+
+    name: str
+    """Worker name; the ranks of a trainer are ``<name>/<rank>``."""
+    role: str
+    address: str
+    command: list[str]
+    environment: dict[str, str]
+    """In addition to the controller's own; the run's token is added when it starts."""
+    num_workers: int = 1
+    """Channels that it opens."""
+
+
+def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> list[Process]:
+    """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
+    _require_supported(hosts)
+    num_local = sum(_num_busy(host) for host in hosts if is_local(host.address))
+    threads = max(1, (os.cpu_count() or 1) // max(1, num_local))
+    processes = [_relay(address, hosts, url) for address in dict.fromkeys(host.address for host in hosts)]
+    processes = [msgspec.structs.replace(relay, name=f"relay-{index}", command=[*relay.command, "--name", f"relay-{index}"])
+                 for index, relay in enumerate(processes)]  # fmt: skip
+    processes += [_trainer(host, index, url, resume, threads) for index, host in enumerate(_role(hosts, "trainer"))]
+    number = 0
+    for host in _role(hosts, "rollout"):
+        for _ in range(host.replicas):
+            processes.append(_rollout(host, number, url, config, threads))
+            number += 1
+    return processes
+
+
+def _role(hosts: list[Host], role: str) -> list[Host]:
+    return [host for host in hosts if host.role == role]
+
+
+def _num_busy(host: Host) -> int:
+    return host.ranks if host.role == "trainer" else host.replicas
+
+
+def _require_supported(hosts: list[Host]) -> None:
+    if len(_role(hosts, "trainer")) > 1:
+        raise ConfigError("the hosts file names several trainer hosts; this version trains on one (use ranks=N there)")
+    for host in hosts:
+        if host.engine == "vllm":
+            raise ConfigError(
+                f"hosts file, line {host.line}: engine=vllm is not available in this version; use engine=embedded"
+            )
+    remote = [host.address for host in hosts if not is_local(host.address)]
+    if remote:
+        raise ConfigError(
+            f"the hosts file names {remote[0]}, which is not this machine; this version starts processes on localhost only"
+        )
+
+
+def _python(host: Host) -> str:
+    return host.python or sys.executable
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _relay(address: str, hosts: list[Host], url: str) -> Process:
+    host = next(host for host in hosts if host.address == address)
+    command = [_python(host), "-m", "laminar.workers.relay", "--controller", url]
+    return Process(name="", role="relay", address=address, command=command, environment=_environment(1))
+
+
+def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int) -> Process:
+    name = f"trainer-{index}"
+    command = [
+        _python(host), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={host.ranks}",
+        "-m", "laminar.workers.trainer", "--controller", url, "--name", name,
+    ]  # fmt: skip
+    if resume is not None:
+        command += ["--resume", str(resume)]
+    return Process(
+        name=name,
+        role="trainer",
+        address=host.address,
+        command=command,
+        environment=_environment(threads),
+        num_workers=host.ranks,
+    )
+
+
+def _rollout(host: Host, number: int, url: str, config: Config, threads: int) -> Process:
+    name = f"rollout-{number}"
+    concurrent = host.max_concurrent or config.rollout.max_concurrent
+    command = [
+        _python(host), "-m", "laminar.workers.rollout", "--controller", url, "--name", name,
+        "--engine", host.engine, "--max-concurrent", str(concurrent),
+    ]  # fmt: skip
+    return Process(
+        name=name,
+        role="rollout",
+        address=host.address,
+        command=command,
+        environment=_environment(threads),
+    )
+
+
+def describe(processes: list[Process]) -> str:
+    """The plan for people: one block per process, its command as it can be typed."""
+    lines = []
+    for process in processes:
+        environment = " ".join(f"{key}={value}" for key, value in process.environment.items())
+        lines.append(f"{process.name:<12} {process.role:<8} on {process.address}")
+        lines.append(f"    {environment} {shlex.join(process.command)}")
+    return "\n".join(lines)

@@ -1,0 +1,123 @@
+"""The directory that a run leaves (design §6): making it, finding it again, its token."""
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from laminar import configfile
+from laminar.config import Config
+from laminar.errors import ConfigError, StartError
+
+
+class RunDirectory:
+    """Paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def hosts(self) -> Path:
+        return self.path / "hosts.txt"
+
+    @property
+    def database(self) -> Path:
+        return self.path / "run.db"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "token"
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        found = complete_checkpoints(self.checkpoints)
+        return found[-1] if found else None
+
+
+def create(config: Config, hosts_text: str) -> RunDirectory:
+    """Make the directory of a new run. Raises ConfigError if the name is taken, StartError if it cannot be written."""
+    name = config.run.name or f"{_short(config.task.dataset)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if "/" in name or name in (".", ".."):
+        raise ConfigError(f"run.name = {name!r}: a plain directory name is expected")
+    run = RunDirectory((Path(config.run.dir) / name).absolute())
+    if run.database.exists():
+        raise ConfigError(f"the run {run.path} exists; resume it with --resume {run.path}, or choose another run.name")
+    resolved = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
+    _write(run, resolved, hosts_text)
+    return run
+
+
+def reopen(path: Path) -> RunDirectory:
+    """The directory of an existing run. Raises ConfigError if it is none, or has nothing to resume from."""
+    run = RunDirectory(path.absolute())
+    if not (run.config.is_file() and run.database.is_file()):
+        raise ConfigError(f"{path} is not a run's directory (config.toml and run.db are expected there)")
+    if run.last_checkpoint() is None:
+        raise ConfigError(f"{path} has no complete checkpoint to resume from; start a new run")
+    return run
+
+
+def latest(directory: Path) -> Path:
+    """The run under `directory` that was touched last. Raises ConfigError if there is none."""
+    runs = [path.parent for path in directory.glob("*/run.db")]
+    if not runs:
+        raise ConfigError(f"there is no run in {directory.absolute()} to resume")
+    return max(runs, key=lambda path: (path / "run.db").stat().st_mtime)
+
+
+def _short(dataset: str) -> str:
+    return (
+        Path(dataset).stem if "/" in dataset or dataset.endswith((".jsonl", ".parquet")) else dataset.rpartition(":")[2]
+    )
+
+
+def _write(run: RunDirectory, config: Config, hosts_text: str) -> None:
+    try:
+        for directory in (run.logs, run.tokens, run.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+        run.config.write_text(configfile.dumps(config))
+        run.hosts.write_text(hosts_text)
+    except OSError as error:
+        raise StartError(f"cannot write the run's directory {run.path}: {error.strerror}") from error
+
+
+def write_token(run: RunDirectory) -> str:
+    """A new secret for this process's channels, readable by this user only."""
+    token = secrets.token_urlsafe(32)
+    run.token.unlink(missing_ok=True)
+    descriptor = os.open(run.token, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+    return token
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Checkpoints that were written to the end, oldest first."""
+    found = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))

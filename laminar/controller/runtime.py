@@ -1,0 +1,159 @@
+"""The live driver of the core: inbox → event log → core → effects, on one event loop.
+
+    workers ──► Runtime.post(event) ──► log.append ──► Core.handle ──► actions ──► perform
+                     ▲                                                    │ durable_first: wait for the disk
+                     └────────── exactly one terminal event ◄─────────────┘
+
+Invariants: events are numbered and logged before the core sees them; an effect that posts an event never re-enters the core;
+a core that raises dumps its state and ends the run.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from laminar.controller.eventlog import EventLog
+from laminar.core import actions, events
+from laminar.core.engine import Core
+
+logger = structlog.get_logger(__name__)
+
+LAG_INTERVAL_S = 0.1  # often enough to see a loop that blocks for the length of a flush
+
+
+class Runtime:
+    """Owns the core. `perform(action)` and `observe(event)` are given by the application."""
+
+    def __init__(self, core: Core, log: EventLog, dump_directory: Path) -> None:
+        self.core = core
+        self.finished: asyncio.Future[actions.FinishRun] = asyncio.get_running_loop().create_future()
+        self.lag_s_max = 0.0
+        """Longest the loop was late since the last reading."""
+        self.perform: Callable[[actions.AnyAction], None] = lambda action: None
+        self.observe: Callable[[events.AnyEvent], None] = lambda event: None
+        self._log = log
+        self._dump_directory = dump_directory
+        self._inbox: deque[events.AnyEvent] = deque()
+        self._draining = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: deque[actions.AnyAction] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wall = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the epoch, by a clock that never jumps during a run."""
+        return self._wall + time.monotonic()
+
+    def start(self) -> None:
+        """Begin to measure the loop's lag and to let durable-first actions through."""
+        self._own(self._measure_lag(), "lag")
+
+    def _own(self, coroutine: "asyncio._CoroutineLike[None]", name: str) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stop timers and tasks."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def seq(self) -> int:
+        """Number of the last event."""
+        return self.core.state.seq
+
+    def post(self, event: events.AnyEvent) -> int:
+        """Take an event; the seq it got, or will get if called from an effect."""
+        self._inbox.append(event)
+        seq = self.core.state.seq + len(self._inbox)
+        if not self._draining:
+            self._drain()
+        return seq
+
+    def _drain(self) -> None:
+        self._draining = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox[0])
+                self._inbox.popleft()
+        finally:
+            self._draining = False
+        self._set_timer()
+
+    def _handle(self, event: events.AnyEvent) -> None:
+        stamped = msgspec.structs.replace(event, seq=self.core.state.seq + 1, at=self.now())
+        self._log.append(stamped.seq, stamped.at, type(stamped).__name__, msgspec.msgpack.encode(stamped))
+        try:
+            new = self.core.handle(stamped)
+        except Exception:
+            self._dump(stamped)
+            raise
+        self.observe(stamped)
+        for action in new:
+            self._dispatch(action)
+
+    def _dump(self, event: events.AnyEvent) -> None:
+        path = self._dump_directory / f"core-dump-{event.seq}.msgpack"
+        path.write_bytes(self.core.snapshot())
+        logger.error("core.failed", event=repr(event), state=str(path))
+
+    # ---- effects -------------------------------------------------------------------------------------------
+
+    def _dispatch(self, action: actions.AnyAction) -> None:
+        if isinstance(action, actions.FinishRun):
+            if not self.finished.done():
+                self.finished.set_result(action)
+        elif self._waiting or (action.durable_first and action.cause > self._log.durable):
+            self._wait_for_disk(action)
+        else:
+            self.perform(action)
+
+    def _wait_for_disk(self, action: actions.AnyAction) -> None:
+        """Actions keep their order: later ones queue behind one that waits for the disk."""
+        self._waiting.append(action)
+        if len(self._waiting) == 1:
+            self._own(self._release_waiting(), "durable")
+
+    async def _release_waiting(self) -> None:
+        while self._waiting:
+            action = self._waiting[0]
+            if action.durable_first:
+                await self._log.when_durable(action.cause)
+            self._waiting.popleft()
+            self.perform(action)
+
+    # ---- time ----------------------------------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.core.next_deadline()
+        if deadline is not None and not self.core.state.finished:
+            delay = max(0.0, deadline - self.now())
+            self._timer = asyncio.get_running_loop().call_later(delay + 1e-3, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.post(events.TimerFired())
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.lag_s_max = max(self.lag_s_max, loop.time() - before - LAG_INTERVAL_S)
+
+    def take_lag(self) -> float:
+        """The longest lag since the last call, seconds."""
+        lag, self.lag_s_max = self.lag_s_max, 0.0
+        return lag

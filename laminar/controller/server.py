@@ -1,0 +1,274 @@
+"""The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, status for people.
+
+Every route needs the run's token. One `Channel` per worker name; a reconnect of the same process continues its session, a new
+process (higher incarnation) replaces it. Frames are acknowledged only when the event made of them is on disk.
+"""
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from aiohttp import WSMsgType, web
+
+from laminar import wire
+from laminar.channel import Session
+from laminar.controller.translate import Origin
+from laminar.errors import ProtocolError, StartError
+from laminar.ids import WorkerId
+
+logger = structlog.get_logger(__name__)
+
+HELLO_TIMEOUT_S = 10.0  # a peer that opens a channel and says nothing is not a worker
+ACKNOWLEDGE_EVERY = 64  # frames; more often is left to the heartbeat and to frames that go out anyway
+OUTGOING_FRAMES_MAX = 100_000  # a worker that does not read for so long is lost
+
+
+class Channel:
+    """One worker process, over all its connections."""
+
+    def __init__(self, hello: wire.Hello) -> None:
+        self.worker, self.role, self.incarnation = hello.worker, hello.role, hello.incarnation
+        self.origin = Origin(hello.worker, hello.incarnation, hello.host)
+        self.pid = hello.pid
+        self.session = Session(wire.ControllerEnvelope)
+        self.undurable: deque[tuple[int, int]] = deque()
+        """(event seq, frame number) of frames that are not acknowledged yet."""
+        self.socket: web.WebSocketResponse | None = None
+        self.outgoing: asyncio.Queue[bytes] = asyncio.Queue(OUTGOING_FRAMES_MAX)
+        self.said_goodbye = False
+        self.told = 0
+        """Highest acknowledgement that was sent."""
+
+    def put(self, frame: bytes) -> None:
+        """Queue a frame for the present connection, if there is one."""
+        if self.socket is None:
+            return
+        try:
+            self.outgoing.put_nowait(frame)
+        except asyncio.QueueFull:
+            logger.warning("channel.full", worker=self.worker)
+            self.socket = None
+
+
+class Server:
+    """All channels. Callbacks: `on_message(channel, message) -> seq`, `on_broken(channel)`, `on_returned(channel)`."""
+
+    def __init__(
+        self, *, token: str, boot: int, run_id: str, config: bytes, heartbeat_s: float, timeout_s: float
+    ) -> None:
+        self.on_message: Callable[[Channel, wire.Message], int] = lambda channel, message: 0
+        self.on_broken: Callable[[Channel], None] = lambda channel: None
+        self.on_returned: Callable[[Channel], None] = lambda channel: None
+        self.status: Callable[[], dict[str, Any]] = dict
+        self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
+        self.port = 0
+        self._token, self._boot, self._run_id, self._config = token, boot, run_id, config
+        self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
+        self._channels: dict[WorkerId, Channel] = {}
+        self._fenced: dict[WorkerId, tuple[int, str]] = {}
+        self._runner: web.AppRunner | None = None
+        self._closing = False
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises StartError when the address cannot be bound."""
+        app = web.Application(middlewares=[self._authenticate], client_max_size=wire.FRAME_BYTES_MAX)
+        app.router.add_get("/v1/channel", self._channel)
+        app.router.add_post("/v1/tokens", self._tokens)
+        app.router.add_get("/v1/status", self._status)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartError(
+                f"cannot listen on {host}:{port} ({error.strerror or error}); "
+                "choose another with controller.port=… (0 = any free port)"
+            ) from error
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._closing = True
+        for channel in self._channels.values():
+            if channel.socket is not None:
+                await channel.socket.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ---- sending -------------------------------------------------------------------------------------------
+
+    def workers(self, role: str) -> list[WorkerId]:
+        """Known workers of a role, in order of arrival."""
+        return [
+            channel.worker for channel in self._channels.values() if channel.role == role and not channel.said_goodbye
+        ]
+
+    def channels(self) -> list[Channel]:
+        """All known worker processes."""
+        return list(self._channels.values())
+
+    def send(self, worker: WorkerId, message: wire.Message) -> None:
+        """Queue a message; it arrives once and in order, unless the worker is lost."""
+        channel = self._channels.get(worker)
+        if channel is None:
+            logger.warning("send.unknown_worker", worker=worker, message=type(message).__name__)
+            return
+        channel.put(channel.session.reliable(message))
+
+    def fence(self, worker: WorkerId, incarnation: int, reason: str) -> None:
+        """Refuse this incarnation and older ones from now on."""
+        self._fenced[worker] = (incarnation, reason)
+        channel = self._channels.get(worker)
+        if channel is not None and channel.incarnation <= incarnation:
+            channel.put(channel.session.unreliable(wire.Stop(reason=reason)))
+            del self._channels[worker]
+
+    def acknowledge(self, durable_seq: int) -> None:
+        """Events up to this are on disk: their frames may be forgotten by the workers (said with the next frame)."""
+        for channel in self._channels.values():
+            while channel.undurable and channel.undurable[0][0] <= durable_seq:
+                channel.session.acknowledge = channel.undurable.popleft()[1]
+            if channel.session.acknowledge - channel.told >= ACKNOWLEDGE_EVERY:
+                channel.told = channel.session.acknowledge
+                channel.put(channel.session.unreliable(wire.Heartbeat()))
+
+    # ---- routes --------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return web.json_response({"error": "the run's token is needed: Authorization: Bearer <token>"}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(self.status())
+
+    async def _tokens(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        try:
+            wanted = wire.decode_token_request(body).trajectories
+            data = await asyncio.to_thread(lambda: wire.encode(self.token_rows(wanted)))
+        except ProtocolError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        except KeyError as error:
+            return web.json_response({"error": f"trajectory {error} is not held here"}, status=404)
+        return web.Response(body=data, content_type="application/msgpack")
+
+    async def _channel(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=wire.FRAME_BYTES_MAX, compress=False)
+        await socket.prepare(request)
+        try:
+            channel = await self._greet(socket)
+        except (ProtocolError, TimeoutError) as error:
+            logger.warning("channel.refused", peer=request.remote, reason=str(error) or "no Hello in time")
+            await socket.close(message=b"bad hello")
+            return socket
+        if channel is not None:
+            await self._serve(channel, socket)
+        return socket
+
+    async def _greet(self, socket: web.WebSocketResponse) -> Channel | None:
+        frame = await asyncio.wait_for(socket.receive_bytes(), HELLO_TIMEOUT_S)
+        hello = wire.decode_from_worker(frame).message
+        if not isinstance(hello, wire.Hello):
+            raise ProtocolError(f"the first frame is a {type(hello).__name__}, not a Hello")
+        reason = self._reason_to_refuse(hello)
+        if reason:
+            await socket.send_bytes(wire.encode(wire.ControllerEnvelope(0, 0, wire.Refused(reason=reason))))
+            await socket.close()
+            return None
+        known = self._channels.get(hello.worker)
+        returning = known is not None and known.incarnation == hello.incarnation
+        channel = known if known is not None and returning else Channel(hello)
+        self._channels[hello.worker] = channel
+        welcome = wire.Welcome(
+            protocol=wire.PROTOCOL,
+            boot=self._boot,
+            run_id=self._run_id,
+            received=channel.session.received,
+            config=self._config,
+        )
+        await socket.send_bytes(channel.session.unreliable(welcome))
+        channel.outgoing = asyncio.Queue(OUTGOING_FRAMES_MAX)
+        channel.socket = socket
+        for kept in channel.session.resend(hello.received):
+            channel.put(kept)
+        if returning:
+            self.on_returned(channel)
+        return channel
+
+    def _reason_to_refuse(self, hello: wire.Hello) -> str:
+        fenced, why = self._fenced.get(hello.worker, (-1, ""))
+        known = self._channels.get(hello.worker)
+        if hello.protocol != wire.PROTOCOL:
+            return (
+                f"protocol {hello.protocol} of the worker, {wire.PROTOCOL} of the controller: install the same Laminar"
+            )
+        if hello.boot > self._boot:
+            return f"the worker has seen controller boot {hello.boot}, this one is {self._boot}"
+        if hello.incarnation <= fenced:
+            return f"this process was given up: {why}"
+        if known is not None and known.incarnation > hello.incarnation:
+            return "a newer process of this name is here"
+        return ""
+
+    async def _serve(self, channel: Channel, socket: web.WebSocketResponse) -> None:
+        sender = asyncio.create_task(self._send(channel, socket), name=f"send-{channel.worker}")
+        reason = "closed"
+        try:
+            reason = await self._receive(channel, socket)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            await socket.close()
+            if channel.socket is socket:
+                channel.socket = None
+                current = self._channels.get(channel.worker) is channel
+                if current and not channel.said_goodbye and not self._closing:
+                    logger.warning("channel.broken", worker=channel.worker, reason=reason)
+                    self.on_broken(channel)
+
+    async def _receive(self, channel: Channel, socket: web.WebSocketResponse) -> str:
+        while channel.socket is socket:
+            try:
+                frame = await asyncio.wait_for(socket.receive(), self._timeout_s)
+            except TimeoutError:
+                return f"silent for {self._timeout_s:g} s"
+            if frame.type != WSMsgType.BINARY:
+                return "closed by the worker"
+            try:
+                self._take(channel, wire.decode_from_worker(frame.data))
+            except ProtocolError as error:
+                logger.error("channel.protocol", worker=channel.worker, error=str(error))
+                self.on_message(channel, wire.WorkerFailed(reason=f"protocol error: {error}"))
+                return str(error)
+        return "replaced by a new connection"
+
+    def _take(self, channel: Channel, envelope: wire.WorkerEnvelope) -> None:
+        if not channel.session.accept(envelope.number, envelope.received):
+            return
+        if isinstance(envelope.message, wire.Heartbeat):
+            return
+        channel.said_goodbye |= isinstance(envelope.message, wire.Goodbye)
+        seq = self.on_message(channel, envelope.message)
+        channel.undurable.append((seq, envelope.number))
+
+    async def _send(self, channel: Channel, socket: web.WebSocketResponse) -> None:
+        outgoing = channel.outgoing
+        while True:
+            try:
+                frame = await asyncio.wait_for(outgoing.get(), self._heartbeat_s)
+            except TimeoutError:
+                frame = channel.session.unreliable(wire.Heartbeat())
+            try:
+                await asyncio.wait_for(socket.send_bytes(frame), self._timeout_s)
+            except (ConnectionError, TimeoutError, RuntimeError):
+                await socket.close()
+                return

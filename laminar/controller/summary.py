@@ -1,0 +1,103 @@
+"""The last screen of a run, read back from `run.db`: what came out, whether the books balance, where to look next."""
+
+import shlex
+import sqlite3
+from pathlib import Path
+
+from laminar.core.ledger import is_closed
+from laminar.core.records import Account, Evaluation, State
+
+NUM_STEPS = 3  # rewards of single steps are noisy; the first and last few say more
+
+
+def summarize(run: Path, state: State, elapsed_s: float) -> str:
+    """Many lines for people."""
+    with sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True) as database:
+        lines = [*_outcome(database, state), *_speed(database, elapsed_s), *_staleness(database), *_dropped(database)]
+    database.close()
+    return "\n".join([*lines, *_ledger(state), *_next_steps(run, state)])
+
+
+def _series(database: sqlite3.Connection, name: str) -> list[float]:
+    return [row[0] for row in database.execute("SELECT value FROM metrics WHERE name = ? ORDER BY step", (name,))]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _outcome(database: sqlite3.Connection, state: State) -> list[str]:
+    rewards = _series(database, "reward/mean")
+    lines = [f"run {state.finished or 'not finished'} at step {state.trainer.step}"]
+    if rewards:
+        first, last = _mean(rewards[:NUM_STEPS]), _mean(rewards[-NUM_STEPS:])
+        lines.append(
+            f"reward             {first:.3f} → {last:.3f}  (mean of the first and last {NUM_STEPS} of {len(rewards)} steps)"
+        )
+    done = {evaluation.name: evaluation for evaluation in state.evaluations if evaluation.done}
+    if "before" in done:
+        after = _accuracy(done.get("after"))
+        lines.append(
+            f"greedy accuracy    {_accuracy(done['before'])} → {after}  (on {done['before'].num_prompts} held-out prompts)"
+        )
+    return lines
+
+
+def _accuracy(evaluation: Evaluation | None) -> str:
+    return f"{evaluation.accuracy:.3f}" if evaluation is not None else "–"
+
+
+def _speed(database: sqlite3.Connection, elapsed_s: float) -> list[str]:
+    walls = _series(database, "timing/wall_s")
+    if not walls:
+        return []
+    generated, trained = (_series(database, f"perf/{kind}_tokens_per_s") for kind in ("generation", "training"))
+    return [
+        f"generation         {_mean(generated):,.0f} tokens/s, training {_mean(trained):,.0f} tokens/s,"
+        f" {_mean(walls[1:] or walls):.2f} s per step",
+        f"idle               trainer {_mean(_series(database, 'perf/trainer_idle_ratio')):.0%},"
+        f" rollouts {_mean(_series(database, 'perf/rollout_idle_ratio')):.0%};"
+        f" publication stall {1e3 * _mean(_series(database, 'perf/publication_stall_s')):.1f} ms per step,"
+        f" weight pull {1e3 * _mean(_series(database, 'perf/rollout_wait_s')):.1f} ms",
+        f"wall time          {elapsed_s:.0f} s, start of the workers included",
+    ]
+
+
+def _staleness(database: sqlite3.Connection) -> list[str]:
+    lines = ["staleness          trained trajectories by trainer steps behind"]
+    for name in ("s_gen", "residence", "s_train"):
+        rows = database.execute(
+            f"SELECT {name}, count(*) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY {name} ORDER BY {name}"
+        ).fetchall()
+        lines.append(f"  {name:<16} " + "  ".join(f"{steps}: {count}" for steps, count in rows))
+    return lines
+
+
+def _dropped(database: sqlite3.Connection) -> list[str]:
+    alarms = database.execute("SELECT name, count(*), max(text) FROM alarms GROUP BY name").fetchall()
+    return [f"alarm              {name} × {count}: {text}" for name, count, text in alarms]
+
+
+def _ledger(state: State) -> list[str]:
+    rows = [("trajectories", "drawn", state.ledger.trajectories), ("tokens", "received", state.ledger.tokens)]
+    return [_ledger_line(*row) for row in rows]
+
+
+def _ledger_line(name: str, verb: str, account: Account) -> str:
+    places = {key: getattr(account, key) for key in ("committed", "leased", "buffered", "in_flight")}
+    dropped = "".join(f" + {amount} dropped ({reason})" for reason, amount in account.dropped.items())
+    parts = " + ".join(
+        f"{amount} {key.replace('_', ' ')}" for key, amount in places.items() if amount or key == "committed"
+    )
+    verdict = "closed" if is_closed(account) else "NOT CLOSED"
+    return f"ledger, {name:<12} {account.total} {verb} = {parts}{dropped}  [{verdict}]"
+
+
+def _next_steps(run: Path, state: State) -> list[str]:
+    path = shlex.quote(str(run))
+    return [
+        f"run directory      {run}",
+        f"resume             python -m laminar.controller --resume {path} run.steps={max(state.trainer.step * 2, 1)}",
+        f"look               python scripts/asynchrony.py {path}",
+        f"                   sqlite3 {path}/run.db 'SELECT step, value FROM metrics WHERE name = \"reward/mean\"'",
+    ]

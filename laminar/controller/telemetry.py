@@ -1,0 +1,159 @@
+"""What a run measures about itself: per step to `metrics.jsonl` and `run.db`, between steps for the display.
+
+Names are those of docs/metrics.md. All windows are from one finished step to the next.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from laminar import wire
+from laminar.controller.effects import stalenesses
+from laminar.controller.eventlog import EventLog
+from laminar.controller.runtime import Runtime
+from laminar.core import events
+from laminar.core.records import Trajectory
+from laminar.ids import WorkerId
+
+
+class Window(msgspec.Struct, kw_only=True):
+    """Sums since the last step."""
+
+    started: float
+    tokens_generated: int = 0
+    busy_s: dict[WorkerId, float] = {}
+    interval_s: dict[WorkerId, float] = {}
+    wait_s: float = 0.0
+    num_pulls: int = 0
+    stall_s: float = 0.0
+    num_failed: int = 0
+
+
+class Telemetry:
+    """Hears what workers say and what the core decides."""
+
+    def __init__(self, runtime: Runtime, log: EventLog, path: Path) -> None:
+        self.history: list[dict[str, float]] = []
+        """Metrics of the steps of this process."""
+        self._runtime, self._log = runtime, log
+        self._file = path.open("a", buffering=1)
+        self._window = Window(started=runtime.now())
+
+    def close(self) -> None:
+        """Flush the file."""
+        self._file.close()
+
+    # ---- from workers --------------------------------------------------------------------------------------
+
+    def on_message(self, worker: WorkerId, message: wire.Message) -> None:
+        """Take what the core does not need."""
+        if isinstance(message, wire.RolloutReport):
+            self._on_report(worker, message)
+        elif isinstance(message, wire.Refreshed):
+            self._window.wait_s += message.wait_s
+            self._window.num_pulls += 1
+            self._span(worker, "pull", message.wait_s, message.version)
+        elif isinstance(message, wire.ShardsWritten):
+            self._window.stall_s += message.stall_s
+            self._span(worker, "publish", message.stall_s, message.version)
+        elif isinstance(message, wire.StepDone):
+            self._span(worker, "train", message.metrics.get("timing/step_s", 0.0), f"s{message.step}")
+        elif isinstance(message, wire.VersionReady):
+            self._log.write(
+                "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?)",
+                (message.version.step, message.version.branch, message.digest, message.num_bytes, self._runtime.now()),
+            )
+
+    def _on_report(self, worker: WorkerId, report: wire.RolloutReport) -> None:
+        window = self._window
+        window.tokens_generated += len(report.tokens) // 4
+        window.busy_s[worker] = window.busy_s.get(worker, 0.0) + report.decode_busy_s
+        window.interval_s[worker] = window.interval_s.get(worker, 0.0) + report.interval_s
+        window.num_failed += len(report.failed)
+        if report.decode_busy_s > 0:
+            end = report.since + report.interval_s
+            self._log.write(
+                "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)",
+                (worker, "decode", report.since, end, report.decode_busy_s, str(report.version)),
+            )
+
+    def _span(self, worker: WorkerId, kind: str, seconds: float, version: Any) -> None:
+        end = self._runtime.now()
+        self._log.write(
+            "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", (worker, kind, end - seconds, end, seconds, str(version))
+        )
+
+    # ---- per step ------------------------------------------------------------------------------------------
+
+    def observe(self, event: events.AnyEvent) -> None:
+        """Called after the core took an event."""
+        if isinstance(event, events.StepFinished) and self._runtime.core.state.trainer.step == event.step:
+            self._finish_step(event)
+
+    def _finish_step(self, event: events.StepFinished) -> None:
+        state = self._runtime.core.state
+        members = [
+            state.trajectories[t] for group in state.steps[event.step].groups for t in state.groups[group].trajectories
+        ]
+        metrics = {**event.metrics, **self._of_batch(members), **self._of_window(event), **self._of_buffer()}
+        self.history.append({"step": float(event.step), **metrics})
+        self._file.write(json.dumps({"step": event.step, "at": event.at, **metrics}) + "\n")
+        for name, value in metrics.items():
+            self._log.write("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (event.step, name, value))
+        self._window = Window(started=event.at)
+
+    def _of_batch(self, members: list[Trajectory]) -> dict[str, float]:
+        branches = self._runtime.core.state.branches
+        rows = [stalenesses(t, branches) for t in members]
+        metrics = {}
+        for index, name in enumerate(("s_gen", "residence", "s_train")):
+            values = [row[index] or 0 for row in rows]
+            metrics |= {f"off_policy/{name}/{key}": value for key, value in _mean_max(values).items()}
+        finished = [t.timings.finished - t.timings.queued for t in members]
+        rewarded = [t.timings.rewarded - t.timings.finished for t in members]
+        metrics |= {f"timing/trajectory_s/{key}": value for key, value in _mean_max(finished).items()}
+        metrics |= {f"timing/reward_s/{key}": value for key, value in _mean_max(rewarded).items()}
+        metrics["is_truncated/mean"] = sum(t.finish_reason == "length" for t in members) / max(1, len(members))
+        return metrics
+
+    def _of_window(self, event: events.StepFinished) -> dict[str, float]:
+        window = self._window
+        wall = max(1e-9, event.at - window.started)
+        busy, interval = sum(window.busy_s.values()), sum(window.interval_s.values())
+        working = event.metrics.get("timing/step_s", 0.0) + window.stall_s
+        return {
+            "timing/wall_s": wall,
+            "perf/generation_tokens_per_s": window.tokens_generated / wall,
+            "perf/training_tokens_per_s": event.metrics.get("num_tokens/trained", 0.0) / wall,
+            "perf/trainer_idle_ratio": max(0.0, 1.0 - working / wall),
+            "perf/rollout_idle_ratio": max(0.0, 1.0 - busy / interval) if interval else 1.0,
+            "perf/publication_stall_s": window.stall_s,
+            "perf/rollout_wait_s": window.wait_s / max(1, window.num_pulls),
+            "rollout/num_pulls": float(window.num_pulls),
+            "rollout/num_failed": float(window.num_failed),
+            "event_loop_lag/max": self._runtime.take_lag(),
+        }
+
+    def _of_buffer(self) -> dict[str, float]:
+        state = self._runtime.core.state
+        ages = [state.at - state.groups[group].completed_at for group in state.buffer]
+        in_flight = state.ledger.trajectories.in_flight
+        metrics = {f"buffer/age_s/{key}": value for key, value in _mean_max(ages).items()}
+        return {
+            **metrics,
+            "buffer/depth_groups": float(len(state.buffer)),
+            "buffer/in_flight_trajectories": float(in_flight),
+        }
+
+    def seconds_per_step(self) -> float:
+        """Mean of the last ten steps, for the ETA; 0 before the first."""
+        last = [row["timing/wall_s"] for row in self.history[1:][-10:]]
+        return sum(last) / len(last) if last else 0.0
+
+
+def _mean_max(values: list[Any]) -> dict[str, float]:
+    if not values:
+        return {"mean": 0.0, "max": 0.0}
+    return {"mean": sum(values) / len(values), "max": float(max(values))}

@@ -47,7 +47,11 @@ class Driver:
     def join(self, name: str, incarnation: int = 1, requests: int = 64) -> list[actions.AnyAction]:
         return self.send(
             events.ReplicaJoined(
-                worker=WorkerId(name), incarnation=incarnation, host="h", num_requests_max=requests, kv_tokens_max=10_000
+                worker=WorkerId(name),
+                incarnation=incarnation,
+                host="h",
+                num_requests_max=requests,
+                kv_tokens_max=10_000,
             )
         )
 
@@ -55,11 +59,49 @@ class Driver:
         """Everything up to the first publication: v0 is ready, the replicas hold it."""
         self.send(events.RunStarted(boot=boot, branch_floor=branch_floor))
         self.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=1))
-        self.send(events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=step))
+        self.send(
+            events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=step)
+        )
         self.ready(self.all(actions.PublishVersion)[-1].version)
         for replica in replicas:
             self.join(replica)
             self.refreshed(replica)
+
+    def rank(self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0) -> list[actions.AnyAction]:
+        return self.send(
+            events.TrainerRankReady(
+                worker=WorkerId(f"trainer-0/{rank}"),
+                incarnation=incarnation,
+                rank=rank,
+                world_size=world_size,
+                step=step,
+            )
+        )
+
+    def lost(self, name: str, incarnation: int | None = None) -> list[actions.AnyAction]:
+        """Default: the present incarnation."""
+        state = self.core.state
+        if incarnation is None:
+            replica = state.replicas.get(WorkerId(name))
+            incarnation = replica.incarnation if replica else state.trainer.ranks.get(WorkerId(name), 1)
+        return self.send(events.WorkerLost(worker=WorkerId(name), incarnation=incarnation, reason="killed"))
+
+    def restore_trainer(self, step: int, incarnation: int = 2) -> list[actions.AnyAction]:
+        """The trainer dies and a new launch restores `step`.
+
+        Who restarts it is not the core's business yet: the loss ends the run, so the reason to stop is taken back here.
+        """
+        self.lost("trainer-0/0")
+        self.core.state.stopping, self.core.state.finished, self.core.state.ok = "", "", True
+        return self.rank(incarnation=incarnation, step=step)
+
+    def saved(self) -> list[actions.AnyAction]:
+        """The checkpoint that was asked for last is complete."""
+        return self.send(events.CheckpointSaved(step=self.all(actions.SaveCheckpoint)[-1].step))
+
+    def fill(self, *names: str) -> list[actions.AnyAction]:
+        """Everything that the replicas generate now is completed."""
+        return [action for name in names for action in self.complete_all(name)]
 
     def ready(self, version: Version) -> list[actions.AnyAction]:
         return self.send(events.VersionReady(version=version, digest=f"d{version}", num_bytes=1))
@@ -152,17 +194,33 @@ class World(Driver):
         self.incarnation = 1
         self.num_replicas = replicas
         self.trained: list[tuple[int, tuple[int, ...]]] = []
+        self.started: dict[int, int] = {}
+        self.engine: dict[WorkerId, dict[int, int]] = {}
+        """What each engine really generates, by the actions it was given: trajectory -> attempt."""
+        self.stop_after = 0
+        """Number of events after which the operator stops the run; 0 = never."""
+        self.restore_each = 0
+        """After so many events the core is replaced by one restored from its snapshot; 0 = never."""
+        self.operator = False
+        """Somebody holds passes, and applies or skips what they decide."""
 
     def run(self, events_max: int = 20_000) -> None:
         self._take(self._begin())
         while not self.core.state.finished:
             assert self.seq < events_max, "the run does not end"
+            if self.seq == self.stop_after:
+                self._take(self.send(events.StopRequested(reason="asked")))
+                continue
+            if self.restore_each and self.seq % self.restore_each == 0:
+                self.core = Core.restore(self.core.settings, self.core.snapshot())
             self._take(self._next())
 
     def _begin(self) -> list[actions.AnyAction]:
         out = list(self.send(events.RunStarted(boot=1)))
         out += self.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=1))
-        out += self.send(events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0))
+        out += self.send(
+            events.TrainerRankReady(worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0)
+        )
         for index in range(self.num_replicas):
             out += self.join(f"r{index}")
         return out
@@ -171,11 +229,17 @@ class World(Driver):
         deadline = self.core.next_deadline()
         busy = [name for name, replica in self.core.state.replicas.items() if replica.attempts]
         if self.random.random() < self.faults:
-            return self._fault()
+            return self._operate() if self.operator and self.random.random() < 0.5 else self._fault()
+        if self.core.state.held and self.random.random() < 0.5:
+            return self._resolve()
         choices: list[Callable[[], Any]] = []
         if self.pending:
             choices.append(lambda: self.pending.pop(self.random.randrange(len(self.pending)))())
         choices += [lambda name=name: self._progress(name) for name in busy]
+        if not choices and self.core.state.held:
+            return self._resolve()
+        if not choices and self.core.state.skipped:
+            return self.report(next(iter(self.core.state.replicas)))
         if not choices:
             assert deadline is not None, f"nothing can happen any more: {self.core.state}"
             return self.send(events.TimerFired(), after=max(0.0, deadline - self.at))
@@ -198,6 +262,9 @@ class World(Driver):
                 finish.append(t)
             elif draw < 0.3 + self.faults:
                 fail[t] = self.random.choice([("infra", "engine_error"), ("data", "reward_error")])
+        engine = self.engine.get(WorkerId(name), {})
+        for t in [*finish, *fail]:
+            engine.pop(t, None)
         return self.report(name, lengths, finish, reward, fail)
 
     def _fault(self) -> list[actions.AnyAction]:
@@ -213,11 +280,18 @@ class World(Driver):
             return out
         if kind == 1 and name not in state.silent:
             out = self.send(events.WorkerDisconnected(worker=name, incarnation=replica.incarnation))
-            self.pending.append(
-                lambda: self.send(events.WorkerReturned(worker=name, incarnation=replica.incarnation))
-            )
+            self.pending.append(lambda: self.send(events.WorkerReturned(worker=name, incarnation=replica.incarnation)))
             return out
         return self.send(events.TimerFired())
+
+    def _operate(self) -> list[actions.AnyAction]:
+        name = self.random.choice(["refresh", "dispatch", "sample"])
+        return self.send(events.HoldChanged(pass_name=name, held=self.random.random() < 0.5))
+
+    def _resolve(self) -> list[actions.AnyAction]:
+        verdict = self.random.choice(["apply", "apply", "skip"])
+        number = self.random.choice(list(self.core.state.held))
+        return self.send(events.DecisionResolved(decision=number, verdict=verdict))
 
     def _take(self, new: list[actions.AnyAction]) -> None:
         for action in new:
@@ -234,7 +308,22 @@ class World(Driver):
         )
         self.pending.append(lambda: self.send(event))
 
+    def _on_StartGroup(self, action: actions.StartGroup) -> None:
+        for start in action.starts:
+            assert start.attempt > self.started.get(start.trajectory, 0), "an attempt was handed out twice"
+            self.started[start.trajectory] = start.attempt
+            if not start.score_only:
+                self.engine.setdefault(action.worker, {})[start.trajectory] = start.attempt
+
+    def _on_AbortAttempts(self, action: actions.AbortAttempts) -> None:
+        for trajectory in action.trajectories:
+            self.engine.get(action.worker, {}).pop(trajectory, None)
+
+    def _on_StopWorker(self, action: actions.StopWorker) -> None:
+        self.engine.pop(action.worker, None)
+
     def _on_PullWeights(self, action: actions.PullWeights) -> None:
+        assert not self.engine.get(action.worker), "weights are pulled under running requests"
         incarnation = self.core.state.replicas[action.worker].incarnation
         kind = events.ReplicaRefreshed
         extra: dict[str, Any] = {"digest": action.digest, "wait_s": 0.1}
@@ -249,9 +338,15 @@ class World(Driver):
         self.pending.append(lambda: self.send(events.StepFinished(step=action.step, attempt=action.attempt)))
 
     def _on_SaveCheckpoint(self, action: actions.SaveCheckpoint) -> None:
-        self.pending.append(lambda: self.send(events.CheckpointSaved(step=action.step)))
+        event = events.CheckpointSaved(step=action.step)
+        if self.random.random() < self.faults / 2:
+            event = events.CheckpointFailed(step=action.step, reason="test")
+        self.pending.append(lambda: self.send(event))
 
     def _on_RunEvaluation(self, action: actions.RunEvaluation) -> None:
+        if self.random.random() < self.faults:
+            self.pending.append(lambda: self.send(events.EvaluationFailed(evaluation=action.evaluation, reason="test")))
+            return
         self.pending.append(
             lambda: self.send(events.EvaluationFinished(evaluation=action.evaluation, accuracy=0.5, num_prompts=10))
         )
@@ -259,8 +354,13 @@ class World(Driver):
     def _on_AskSampler(self, action: actions.AskSampler) -> None:
         newest = [group.id for group in reversed(action.view.groups)][: action.num_groups]
         if self.random.random() < self.faults:
-            newest = newest[:-1]
+            newest = self.random.choice([newest[:-1], []])
         self.pending.append(lambda: self.send(events.SamplerAnswered(request=action.request, groups=newest)))
+
+
+def of(new: list[actions.AnyAction], kind: type) -> list[Any]:
+    """The actions of one kind."""
+    return [action for action in new if isinstance(action, kind)]
 
 
 def trace(world: Driver) -> bytes:

@@ -3,7 +3,7 @@
 from laminar.core import versions
 from laminar.core.actions import AskSampler, RaiseAlarm
 from laminar.core.events import SamplerAnswered
-from laminar.core.fleet import num_outstanding
+from laminar.core.fleet import gate_is_open, num_outstanding
 from laminar.core.records import Group, SamplerRequest, State
 from laminar.core.sampling import BufferView, GroupView, fifo, problem
 from laminar.core.training import can_take_batch
@@ -87,8 +87,8 @@ def _starve(turn: Turn) -> None:
     """It waits for something else. If nothing else can come, waiting would be for ever."""
     state: State = turn.state
     text = f"the custom sampler chose nothing from {len(state.buffer)} complete groups"
-    if len(state.buffer) >= min(num_outstanding(state), turn.settings.buffer_groups_max):
-        _refuse(turn, f"chose nothing although the buffer is full ({len(state.buffer)} groups)")
+    if len(state.buffer) >= num_outstanding(state) and not gate_is_open(turn):
+        _refuse(turn, f"chose nothing although no other group can complete (the buffer holds {len(state.buffer)})")
         return
     state.sampler_starved = True
     turn.emit(RaiseAlarm(cause=turn.cause, name="sampler-starved", text=text))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from laminar.core import choice, evaluation, events, fleet, groups, snapshot, story, training, versions
-from laminar.core.actions import AnyAction
-from laminar.core.decisions import AnyDecision, HeldDecision
+from laminar.core.actions import AnyAction, StopWorker
+from laminar.core.decisions import AnyDecision, DispatchNew, DispatchQueued, HeldDecision, RefreshReplica, TakeBatch
 from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
@@ -79,7 +79,15 @@ def _on_failure(turn: Turn, event: events.FailureReported) -> None:
 
 
 def _on_relay_joined(turn: Turn, event: events.RelayJoined) -> None:
-    turn.state.relay, turn.state.relay_incarnation = event.worker, event.incarnation
+    state = turn.state
+    known = state.relay_incarnation if event.worker == state.relay else 0
+    if event.incarnation < known or event.incarnation <= state.fenced.get(event.worker, 0):
+        reason = "this process was given up, or a newer one of its name was already here"
+        turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
+        return
+    if state.relay and (state.relay, state.relay_incarnation) != (event.worker, event.incarnation):
+        _lose(turn, state.relay, "replaced by a new process, which holds none of its versions")
+    state.relay, state.relay_incarnation = event.worker, event.incarnation
     versions.publish(turn)
 
 
@@ -107,8 +115,11 @@ def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
 
 
 def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
-    if _incarnation(turn.state, event.worker) == event.incarnation:
+    known = _incarnation(turn.state, event.worker)
+    if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
+    elif known < 0 and turn.state.fenced.get(event.worker, -1) < event.incarnation:
+        turn.fail(f"{event.worker} did not start: {event.reason}")
 
 
 def _lose(turn: Turn, worker: Any, reason: str) -> None:
@@ -120,6 +131,7 @@ def _lose(turn: Turn, worker: Any, reason: str) -> None:
         training.lose(turn, worker, reason)
     elif worker == state.relay:
         state.relay = None
+        state.fenced[worker] = state.relay_incarnation
         turn.fail(f"the relay {worker} was lost: {reason}")
 
 
@@ -152,8 +164,10 @@ def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
     if held is None:
         return
     state.dirty.update(dict.fromkeys(state.replicas))
+    decision = event.replacement or held.decision
     if event.verdict == "apply":
-        _PASSES[held.pass_name][1](turn, event.replacement or held.decision)
+        if isinstance(decision, _KINDS[held.pass_name]) and not state.finished:
+            _PASSES[held.pass_name][1](turn, decision)
     else:
         state.skipped[held.pass_name] = None
 
@@ -190,8 +204,8 @@ def _settle(turn: Turn) -> None:
         choice.ask(turn)
         progressed |= _run_pass(turn, "sample")
         progressed |= training.start_leased(turn)
-        training.finish(turn)
-    if not state.held:
+        progressed |= training.finish(turn)
+    if not (state.held or state.skipped):
         state.dirty = {}
 
 
@@ -199,6 +213,12 @@ _PASSES: dict[str, tuple[Callable[[Turn], AnyDecision | None], Callable[[Turn, A
     "refresh": (fleet.propose_refresh, fleet.apply_refresh),
     "dispatch": (fleet.propose_dispatch, fleet.apply_dispatch),
     "sample": (training.propose_batch, training.apply_batch),
+}
+
+_KINDS: dict[str, tuple[type[AnyDecision], ...]] = {
+    "refresh": (RefreshReplica,),
+    "dispatch": (DispatchNew, DispatchQueued),
+    "sample": (TakeBatch,),
 }
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {

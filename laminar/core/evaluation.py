@@ -1,6 +1,6 @@
 """Greedy accuracy on held-out prompts before the first and after the last step, by one replica each."""
 
-from laminar.core import versions
+from laminar.core import fleet, versions
 from laminar.core.actions import RunEvaluation
 from laminar.core.events import EvaluationFailed, EvaluationFinished
 from laminar.core.records import Evaluation, ReplicaState
@@ -42,13 +42,23 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
         and replica.id not in state.silent
     ]
     if not able:
-        if not any(replica.target == evaluation.version for replica in state.replicas.values()):
+        if not fleet.may_come_back(state, evaluation.version):
             newest = versions.newest(state)
             evaluation.version = newest.version if newest else evaluation.version  # its version is gone
         return
     evaluation.worker = able[0].id
     assert evaluation.version is not None
     turn.emit(RunEvaluation(cause=turn.cause, worker=able[0].id, evaluation=evaluation.id, version=evaluation.version))
+
+
+def is_pending(turn: Turn) -> bool:
+    """Whether a result is still to come: one is under way, or the last version is being published for it."""
+    state = turn.state
+    if any(not evaluation.done for evaluation in state.evaluations):
+        return True
+    if not turn.settings.evaluate or any(evaluation.name == "after" for evaluation in state.evaluations):
+        return False
+    return any(record.deadline for record in state.versions[-1:])
 
 
 def on_finished(turn: Turn, event: EvaluationFinished) -> None:

@@ -22,13 +22,15 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
     """A new process takes the place of an older one of the same name; an older one than that is fenced off."""
     state = turn.state
     known = state.replicas.get(event.worker)
+    if known and event.incarnation == known.incarnation:
+        return
     newest_known = max(known.incarnation if known else 0, state.fenced.get(event.worker, 0))
     if event.incarnation <= newest_known:
-        reason = "a newer process of this name was already here" if not known else "joined twice"
+        reason = "this process was given up, or a newer one of its name was already here"
         turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
         return
     if known:
-        lose(turn, known, "replaced by a new process")
+        _remove(turn, known, "replaced by a new process")
     state.replicas[event.worker] = Replica(
         id=event.worker,
         incarnation=event.incarnation,
@@ -42,7 +44,13 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
 
 
 def lose(turn: Turn, replica: Replica, reason: str) -> None:
-    """The replica leaves; its trajectories are queued again, its evaluation too."""
+    """The replica leaves; its trajectories are queued again, its evaluation too. Without any replica the run fails."""
+    _remove(turn, replica, reason)
+    if not turn.state.replicas:
+        turn.fail(f"no rollout replica is left; the last one, {replica.id}, was lost: {reason}")
+
+
+def _remove(turn: Turn, replica: Replica, reason: str) -> None:
     state = turn.state
     groups.lose_attempts(turn, replica, "replica_lost")
     del state.replicas[replica.id]
@@ -55,8 +63,6 @@ def lose(turn: Turn, replica: Replica, reason: str) -> None:
     state.dirty.update(dict.fromkeys(state.replicas))
     turn.emit(StopWorker(cause=turn.cause, worker=replica.id, incarnation=replica.incarnation, reason=reason))
     turn.tell(f"lost: {reason}", story.worker(replica.id))
-    if not state.replicas:
-        turn.fail(f"no rollout replica is left; the last one, {replica.id}, was lost: {reason}")
 
 
 def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
@@ -73,7 +79,7 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
 
 
 def on_refresh_failed(turn: Turn, event: ReplicaRefreshFailed) -> None:
-    """It goes on with what it had, and tries again when its next local batch is done or another version is there."""
+    """It holds what it had and tries again, with the newest version of that moment; it is lost after a few in a row."""
     replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
     if replica is None:
         return
@@ -101,7 +107,7 @@ def _syncing(state: State, worker: WorkerId, incarnation: int, version: Version)
 def propose_refresh(turn: Turn) -> RefreshReplica | None:
     """The first replica that has nothing running and could hold something newer."""
     newest = versions.newest(turn.state)
-    if newest is None:
+    if newest is None or turn.state.stopping:
         return None
     for worker in turn.state.dirty:
         replica = turn.state.replicas[worker]
@@ -122,7 +128,7 @@ def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
     """Start the pull."""
     replica = turn.state.replicas.get(decision.worker)
     record = versions.find(turn.state, decision.version)
-    if replica is None or record is None or not record.ready or not _is_drained(turn, replica):
+    if turn.state.stopping or replica is None or record is None or not record.ready or not _is_drained(turn, replica):
         return
     replica.state, replica.target = ReplicaState.SYNCING, decision.version
     replica.deadline = turn.at + turn.settings.refresh_timeout_s
@@ -140,7 +146,7 @@ def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
     queued = _propose_queued(turn)
     if queued is not None:
         return queued
-    if not _gate_is_open(turn):
+    if not gate_is_open(turn):
         return None
     ready = [replica for replica in map(turn.state.replicas.__getitem__, turn.state.dirty) if _may_admit(turn, replica)]
     if not ready:
@@ -148,7 +154,7 @@ def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
     return DispatchNew(worker=min(ready, key=lambda replica: len(replica.attempts)).id)
 
 
-def _gate_is_open(turn: Turn) -> bool:
+def gate_is_open(turn: Turn) -> bool:
     """Whether a new group is wanted: neither the buffer limit nor the end of the run holds it back."""
     state, settings = turn.state, turn.settings
     last_leased = max(max(state.steps, default=0), state.trainer.step)
@@ -186,7 +192,7 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
         replica = min(able, key=lambda replica: len(replica.attempts))
         if scoring:
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=scoring, restart=False)
-        if not _may_come_back(state, group.version):
+        if not may_come_back(state, group.version):
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=True)
     return None
 
@@ -195,7 +201,7 @@ def _can_generate(turn: Turn, replica: Replica) -> bool:
     return replica.state == ReplicaState.GENERATING and replica.id not in turn.state.silent
 
 
-def _may_come_back(state: State, version: Version | None) -> bool:
+def may_come_back(state: State, version: Version | None) -> bool:
     """Whether a replica that is silent or pulling will hold `version` if all goes well."""
     for replica in state.replicas.values():
         if replica.target == version or (replica.version == version and replica.id in state.silent):
@@ -214,10 +220,10 @@ def _queued_for(turn: Turn, replica: Replica) -> bool:
 def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     """Start the group's siblings; a decision that no longer fits (it was held for long) is void."""
     replica = turn.state.replicas.get(decision.worker)
-    if replica is None or not _can_generate(turn, replica):
+    if replica is None or turn.state.stopping or not _can_generate(turn, replica):
         return
     if isinstance(decision, DispatchNew):
-        if not (_gate_is_open(turn) and _may_admit(turn, replica)):
+        if not (gate_is_open(turn) and _may_admit(turn, replica)):
             return
         if _begins_local_batch(turn, replica):
             replica.admit_left = turn.settings.local_batch_groups
@@ -230,7 +236,7 @@ def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
 
 def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> None:
     group = turn.state.groups.get(decision.group)
-    if group is None:
+    if group is None or group.id not in turn.state.requeue:
         return
     queued = _queued(turn.state, group)
     chosen = [t for t in decision.trajectories if t in queued]
@@ -249,8 +255,9 @@ def num_outstanding(state: State) -> int:
     return len(state.groups) - sum(len(step.groups) for step in state.steps.values())
 
 
-def interrupt(turn: Turn, reason: str) -> None:
-    """The run ends: everything that no step has leased is dropped."""
-    for group in list(turn.state.groups.values()):
-        if group.step == 0:
-            groups.drop_group(turn, group, reason)
+def interrupt(turn: Turn, reason: str) -> bool:
+    """The run ends: everything that no step has leased is dropped. True if there was anything."""
+    unleased = [group for group in turn.state.groups.values() if group.step == 0]
+    for group in unleased:
+        groups.drop_group(turn, group, reason)
+    return bool(unleased)

@@ -207,20 +207,26 @@ def restart(turn: Turn, group: Group, reason: str) -> list[TrajectoryId]:
 
 
 def _void(turn: Turn, trajectory: Trajectory, reason: str) -> None:
-    if trajectory.worker is not None:
-        replica = turn.state.replicas[trajectory.worker]
-        turn.emit(
-            AbortAttempts(
-                cause=turn.cause, worker=replica.id, trajectories=[trajectory.id], attempts=[trajectory.attempt]
-            )
-        )
-        _leave(replica, trajectory)
+    _withdraw(turn, trajectory)
     if trajectory.state != TrajectoryState.QUEUED:
         trajectory.attempt += 1
     ledger.drop_tokens(turn.state, trajectory.num_tokens, reason)
     trajectory.state, trajectory.worker, trajectory.num_tokens = TrajectoryState.QUEUED, None, 0
     trajectory.behavior_version = trajectory.finish_version = None
     trajectory.finish_reason = trajectory.failure = ""
+    trajectory.reward, trajectory.reward_parts = 0.0, {}
+
+
+def _withdraw(turn: Turn, trajectory: Trajectory) -> None:
+    """Stop the attempt if one runs: its replica has room again."""
+    if trajectory.worker is None:
+        return
+    replica = turn.state.replicas[trajectory.worker]
+    turn.emit(
+        AbortAttempts(cause=turn.cause, worker=replica.id, trajectories=[trajectory.id], attempts=[trajectory.attempt])
+    )
+    _leave(replica, trajectory)
+    turn.state.dirty[replica.id] = None
 
 
 # ---- the end of a group ------------------------------------------------------------------------------------
@@ -266,8 +272,7 @@ def drop_group(turn: Turn, group: Group, reason: str) -> None:
     source = group.state.value
     for trajectory_id in list(group.trajectories):
         trajectory = turn.state.trajectories[trajectory_id]
-        if trajectory.worker is not None:
-            _leave(turn.state.replicas[trajectory.worker], trajectory)
+        _withdraw(turn, trajectory)
         drop_trajectory(turn, group, trajectory, source, trajectory.failure or reason)
     turn.state.requeue.pop(group.id, None)
     turn.state.buffer.pop(group.id, None)

@@ -6,7 +6,6 @@ trajectories are dropped{resume} in the ledger.
 
 import msgspec
 
-from laminar.core.ledger import recount
 from laminar.core.records import Account, Branch, Evaluation, Ledger, PromptPool, State
 
 
@@ -30,11 +29,14 @@ def data_state(state: State, step: int) -> bytes:
         position=state.prompts.position,
         returned=untrained + state.prompts.returned,
     )
-    counts = recount(state)
-    trajectories, tokens = (
-        _as_committed(account, counts, index)
-        for index, account in enumerate((state.ledger.trajectories, state.ledger.tokens))
-    )
+    trained = [
+        state.trajectories[trajectory]
+        for group in state.groups.values()
+        if 0 < group.step <= step
+        for trajectory in group.trajectories
+    ]
+    trajectories = _as_committed(state.ledger.trajectories, len(trained))
+    tokens = _as_committed(state.ledger.tokens, sum(trajectory.num_tokens for trajectory in trained))
     saved = DataState(
         step=step,
         branch=state.trainer.branch,
@@ -47,13 +49,13 @@ def data_state(state: State, step: int) -> bytes:
     return msgspec.msgpack.encode(saved)
 
 
-def _as_committed(account: Account, counts: dict[str, tuple[int, int]], index: int) -> Account:
-    """The account as it will be when the checkpoint is complete and everything else was given back."""
-    given_back = counts["in_flight"][index] + counts["buffered"][index]
+def _as_committed(account: Account, trained: int) -> Account:
+    """The account as it will be when the checkpoint is complete and everything that it did not train was given back."""
+    given_back = account.in_flight + account.buffered + account.leased - trained
     dropped = dict(account.dropped)
     if given_back:
         dropped["resume"] = dropped.get("resume", 0) + given_back
-    return Account(total=account.total, committed=account.committed + counts["leased"][index], dropped=dropped)
+    return Account(total=account.total, committed=account.committed + trained, dropped=dropped)
 
 
 def restore(state: State, data: bytes) -> None:

@@ -7,8 +7,17 @@ Invariants:
 * After a restore the steps since the checkpoint are redone from the same groups in the same order (attempt + 1).
 """
 
-from laminar.core import fleet, ledger, story, versions
-from laminar.core.actions import BatchRow, FinishRun, ForgetTokens, RecordTrajectories, SaveCheckpoint, StartTrainStep
+from laminar.core import evaluation, fleet, ledger, story, versions
+from laminar.core.actions import (
+    BatchRow,
+    FinishRun,
+    ForgetTokens,
+    RaiseAlarm,
+    RecordTrajectories,
+    SaveCheckpoint,
+    StartTrainStep,
+    StopWorker,
+)
 from laminar.core.decisions import TakeBatch
 from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, StepFinished, TrainerRankReady
 from laminar.core.records import Branch, GroupState, Step, Trajectory
@@ -22,7 +31,13 @@ SAVE_TRIES_MAX = 3  # a disk that refused three checkpoints needs a person
 def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
     """When all ranks of a launch are there, the trainer is ready; a restore starts a new branch."""
     trainer = turn.state.trainer
-    if trainer.ready or turn.state.fenced.get(event.worker, 0) >= event.incarnation:
+    if turn.state.fenced.get(event.worker, 0) >= event.incarnation:
+        reason = "this launch of the trainer was given up"
+        turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
+        return
+    if trainer.ready and event.incarnation > trainer.ranks.get(event.worker, 0):
+        lose(turn, event.worker, "replaced by a new process")
+    if trainer.ready:
         return
     trainer.ranks[event.worker] = event.incarnation
     trainer.world_size = event.world_size
@@ -53,14 +68,18 @@ def _begin_branch(turn: Turn, step: int) -> None:
 
 def lose(turn: Turn, worker: WorkerId, reason: str) -> None:
     """A rank is gone, so the trainer is: its leases stay, its unsaved steps are to be redone by the next launch."""
+    _abandon(turn)
+    turn.tell(f"trainer lost: {worker}: {reason}", story.step(turn.state.trainer.step + 1))
+    turn.fail(f"the trainer was lost ({worker}: {reason})")
+
+
+def _abandon(turn: Turn) -> None:
+    """Expect nothing more of this launch; the next one has to bring all its ranks."""
     trainer = turn.state.trainer
-    turn.state.fenced[worker] = max(turn.state.fenced.get(worker, 0), trainer.ranks.pop(worker))
     for rank, incarnation in trainer.ranks.items():
         turn.state.fenced[rank] = max(turn.state.fenced.get(rank, 0), incarnation)
         turn.state.silent.pop(rank, None)
     trainer.ranks, trainer.ready, trainer.running, trainer.saving = {}, False, 0, -1
-    turn.tell(f"trainer lost: {worker}: {reason}", story.step(trainer.step + 1))
-    turn.fail(f"the trainer was lost ({worker}: {reason})")
 
 
 # ---- steps -------------------------------------------------------------------------------------------------
@@ -115,7 +134,7 @@ def start_leased(turn: Turn) -> bool:
     """Start the next leased step that is not done: a new one, or one to be redone after a restore."""
     trainer = turn.state.trainer
     step = turn.state.steps.get(trainer.step + 1)
-    if step is None or step.done or not trainer.ready or trainer.running:
+    if step is None or step.done or not trainer.ready or trainer.running or turn.state.stopping:
         return False
     trainer.running = step.step
     rows = [_row(trajectory) for trajectory in _members(turn, step.groups)]
@@ -156,8 +175,9 @@ def on_step_finished(turn: Turn, event: StepFinished) -> None:
 
 def on_step_failed(turn: Turn, event: StepFailed) -> None:
     """The ranks may differ now: only a restart from the checkpoint helps."""
-    if turn.state.trainer.running == event.step:
-        turn.state.trainer.ready, turn.state.trainer.running = False, 0
+    step = turn.state.steps.get(event.step)
+    if step is not None and turn.state.trainer.running == event.step and step.attempt == event.attempt:
+        _abandon(turn)
         turn.fail(f"train step {event.step} failed: {event.reason}")
 
 
@@ -177,6 +197,8 @@ def save(turn: Turn) -> None:
 def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
     """Commit the steps that it contains."""
     state, trainer = turn.state, turn.state.trainer
+    if trainer.saving != event.step:
+        return
     trainer.saving, trainer.num_failed_saves = -1, 0
     trainer.checkpoint = max(trainer.checkpoint, event.step)
     for number in [step for step in state.steps if step <= event.step]:
@@ -194,9 +216,13 @@ def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
 def on_checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     """Nothing is committed; it is tried again with the next one due, at the end a few times."""
     trainer = turn.state.trainer
+    if trainer.saving != event.step:
+        return
     trainer.saving = -1
     trainer.num_failed_saves += 1
-    turn.tell(f"checkpoint failed: {event.reason}", story.step(event.step))
+    text = f"the checkpoint of step {event.step} failed: {event.reason}"
+    turn.emit(RaiseAlarm(cause=turn.cause, name="checkpoint-failed", text=text))
+    turn.tell(text, story.step(event.step))
     if trainer.num_failed_saves >= SAVE_TRIES_MAX:
         turn.fail(f"the checkpoint of step {event.step} could not be written: {event.reason}")
 
@@ -204,19 +230,24 @@ def on_checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
-def finish(turn: Turn) -> None:
-    """Save what is to be saved; when nothing is left to do, the run is over."""
+def finish(turn: Turn) -> bool:
+    """Save what is to be saved; when nothing is left to do, the run is over. True if it made replicas free.
+
+    A run that ends with trained steps that no checkpoint holds has failed, whatever it was stopped for.
+    """
     state, trainer = turn.state, turn.state.trainer
     completed = trainer.ready and trainer.step >= turn.settings.steps
     if state.finished or not (completed or state.stopping) or trainer.running:
-        return
+        return False
     if trainer.ready and trainer.checkpoint < trainer.step and trainer.num_failed_saves < SAVE_TRIES_MAX:
         save(turn)
-        return
+        return False
     if trainer.saving >= 0 and trainer.ready:
-        return
-    fleet.interrupt(turn, "stopped" if state.stopping else "run_complete")
-    if completed and not state.stopping and any(not evaluation.done for evaluation in state.evaluations):
-        return
+        return False
+    freed = fleet.interrupt(turn, "stopped" if state.stopping else "run_complete")
+    if completed and not state.stopping and evaluation.is_pending(turn):
+        return freed
     state.finished = state.stopping or "completed"
+    state.ok = state.ok and trainer.step <= max(trainer.checkpoint, 0)
     turn.emit(FinishRun(cause=turn.cause, reason=state.finished, ok=state.ok))
+    return False

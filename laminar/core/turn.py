@@ -38,7 +38,7 @@ class Turn:
 
     def fail(self, reason: str) -> None:
         """The run cannot go on: save what can be saved and end with an error. The first reason stands."""
-        if not self.state.stopping:
+        if not (self.state.stopping or self.state.finished):
             self.state.stopping = reason
             self.state.ok = False
             self.emit(RaiseAlarm(cause=self.cause, name="run-failed", text=reason))

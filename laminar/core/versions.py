@@ -1,7 +1,7 @@
 """Weight versions: which is the newest to pull, and how far apart two are."""
 
 from laminar.core import story
-from laminar.core.actions import PublishVersion
+from laminar.core.actions import PublishVersion, RaiseAlarm
 from laminar.core.events import ShardsWritten, VersionLost, VersionReady
 from laminar.core.records import Branch, State, VersionRecord
 from laminar.core.turn import Turn
@@ -39,8 +39,10 @@ def staleness(branches: list[Branch], new: Version, old: Version) -> int:
 def made(turn: Turn) -> None:
     """The trainer holds a new version: publish it as soon as a relay is there."""
     record = VersionRecord(version=turn.trainer_version)
-    turn.state.versions.append(record)
-    del turn.state.versions[:-RECORDS_MAX]
+    records, readable = turn.state.versions, newest(turn.state)
+    records.append(record)
+    if len(records) > RECORDS_MAX:
+        del records[1 if records[0] is readable else 0]
     publish(turn)
 
 
@@ -93,5 +95,9 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
     record.lost, record.deadline = reason, 0.0
     turn.tell(f"publication failed: {reason}", story.version(version))
     publish(turn)
+    if record.deadline:
+        return
+    text = f"{version} was not published: {reason}; replicas go on with what they have until the next version"
+    turn.emit(RaiseAlarm(cause=turn.cause, name="version-lost", text=text))
     if record.num_tries >= PUBLISH_TRIES_MAX and newest(turn.state) is None:
         turn.fail(f"the first weights could not be published after {record.num_tries} tries: {reason}")

@@ -146,7 +146,7 @@ def main() -> None:
     """Build, warm-start, save and print how the model scores on words it never saw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("configs/quickstart/model"))
-    parser.add_argument("--steps", type=int, default=400, help="batches of 64 words; about 100 s on one core")
+    parser.add_argument("--steps", type=int, default=400, help="batches of 64 words; about 2 minutes on one core")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)

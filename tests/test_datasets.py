@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pyarrow
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -18,6 +19,7 @@ from pyarrow import parquet
 from laminar import wire
 from laminar.config import TaskConfig
 from laminar.errors import ConfigError
+from laminar.tasks import procedural
 from laminar.tasks.datasets import load
 from laminar.tasks.plain import plain
 
@@ -288,3 +290,12 @@ def test_loading_prompts_does_not_load_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_data_set_that_takes_long_to_make_says_what_remains(monkeypatch):
+    monkeypatch.setattr(procedural, "SLOW_S", -1.0)
+    with structlog.testing.capture_logs() as logs:
+        load(spell(size=10, eval_prompts=0))
+    (entry,) = logs
+    assert (entry["event"], entry["made"], entry["size"]) == ("slow_data_set", 1, 10)
+    assert entry["remaining_s"] >= 0

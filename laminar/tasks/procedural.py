@@ -9,9 +9,12 @@ Invariants:
 """
 
 import difflib
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from laminar.config import TaskConfig
 from laminar.errors import ConfigError
@@ -22,9 +25,13 @@ from laminar.wire import Prompt
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
+log = structlog.get_logger()
+
 PREFIX = "reasoning_gym:"
 HELD_OUT_TRIES = 4
 """Entries drawn per held-out prompt wanted; a task with few distinct questions then has fewer held-out prompts."""
+SLOW_S = 5.0
+"""Making entries for longer than this is said, with what remains: some puzzles take 0.1 s each."""
 ENTRIES_KEPT = 1024
 """Remade entries kept by a scorer: the siblings of a group share one."""
 UNREADABLE = (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError)
@@ -92,8 +99,20 @@ def _scores_plain_entries(generator: "ProceduralDataset") -> bool:
 
 def _entries(task: TaskConfig, seed: int, size: int, indices: range) -> Iterator[dict[str, Any]]:
     generator = _generator(task, seed, size)
-    for index in indices:
+    began, told = time.monotonic(), False
+    for done, index in enumerate(indices):
         yield {"entry": plain(generator[index]), "seed": seed, "size": size, "index": index}
+        elapsed_s = time.monotonic() - began
+        if elapsed_s > SLOW_S and not told:
+            told = True
+            log.warning(
+                "slow_data_set",
+                dataset=task.dataset,
+                made=done + 1,
+                size=len(indices),
+                remaining_s=round(elapsed_s / (done + 1) * (len(indices) - done - 1)),
+                hint="a smaller task.size starts sooner",
+            )
 
 
 def _generator(task: TaskConfig, seed: int, size: int) -> "ProceduralDataset":

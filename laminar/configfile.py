@@ -62,11 +62,11 @@ def dumps(config: Config) -> str:
 
 def _merge_file(sections: dict[str, dict[str, Any]], path: Path) -> None:
     for section, table in _read(path).items():
-        _require_known(section, list(_SECTIONS), f"{path}: section", "section")
+        _require_section(section, str(path))
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section} = {_show(table)}: expected a section [{section}] with keys")
         for key, value in table.items():
-            _require_known(key, list(_KEYS[section]), f"{path}: key {section}.{key}", "key")
+            _require_key(section, key, str(path))
             sections[section][key] = _convert(value, _KEYS[section][key], f"{path}: {section}.{key}")
 
 
@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the configuration is not UTF-8 text (byte {error.start})") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
@@ -88,9 +88,9 @@ def _merge_override(sections: dict[str, dict[str, Any]], override: str) -> None:
     where = f"override {override!r}"
     if not equals or not keys or not all([section, *keys]):
         raise ConfigError(f"{where}: expected section.key=value, for example trainer.lr=1e-5")
-    _require_known(section, list(_SECTIONS), f"{where}: section", "section")
+    _require_section(section, where)
     key, *inner = keys
-    _require_known(key, list(_KEYS[section]), f"{where}: key {section}.{key}", "key")
+    _require_key(section, key, where)
     annotation = _KEYS[section][key]
     if not inner:
         sections[section][key] = _convert(_parse_value(text, annotation), annotation, f"{where}: {section}.{key}")
@@ -115,7 +115,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
     text = text.strip()
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
     if list(parsed) != ["value"]:  # a line break and a second key inside the text
         return text
@@ -123,16 +123,21 @@ def _parse_value(text: str, annotation: Any) -> Any:
     return text if is_text and not isinstance(parsed["value"], str) else parsed["value"]
 
 
-def _require_known(name: str, known: list[str], what: str, kind: str) -> None:
-    if name in known:
+def _require_section(name: str, where: str) -> None:
+    if name not in _SECTIONS:
+        near = difflib.get_close_matches(name, _SECTIONS, 1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SECTIONS)}"
+        raise ConfigError(f"{where}: section {name} is unknown; {hint}")
+
+
+def _require_key(section: str, name: str, where: str) -> None:
+    keys = _KEYS[section]
+    if name in keys:
         return
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    if not near and kind == "key":
-        elsewhere = [f"{section}.{name}" for section, keys in _KEYS.items() if name in keys]
-        hint = f"did you mean {elsewhere[0]}?" if elsewhere else hint
-    label = f"{what} {name}" if kind == "section" else what
-    raise ConfigError(f"{label} is unknown; {hint}")
+    near = [f"{section}.{key}" for key in difflib.get_close_matches(name, keys, 1, cutoff=0.5)]
+    near += [f"{other}.{name}" for other in _KEYS if name in _KEYS[other]]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(keys)}"
+    raise ConfigError(f"{where}: key {section}.{name} is unknown; {hint}")
 
 
 def _convert(value: Any, annotation: Any, where: str) -> Any:

@@ -1,7 +1,9 @@
 """Prompts and scores of reasoning-gym's procedural tasks, ``task.dataset = "reasoning_gym:<name>"``.
 
 Invariants:
-* The same task section gives the same prompts on every machine (reasoning-gym seeds each entry by seed + index).
+* The same task section gives the same prompts on every machine (reasoning-gym seeds each entry by seed + index). Three
+  tasks also iterate over sets of text and so need the same PYTHONHASHSEED: isomorphic_strings, polynomial_multiplication
+  and ransom_note.
 * A held-out question never equals a training question.
 * A response is scored against the entry that its prompt was made from. The entry travels as plain values in
   ``prompt.metadata["entry"]``; the few tasks whose scorer tells a tuple from a list (the ARC ones) get the entry made

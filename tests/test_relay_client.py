@@ -304,22 +304,30 @@ def test_no_relay_is_an_error_after_the_timeout():
 
 
 def test_hundreds_of_publications_and_leases_leak_nothing(daemon: Daemon):
-    def footprint(pid: int) -> list[int]:
-        listings = (f"/proc/{pid}/fd", f"/proc/{pid}/task", daemon.directory)
-        return [len(os.listdir(listing)) for listing in listings]
-
     small = Manifest.plan([("w", "float32", (4096,), 4)])
+
+    def cycle(client: RelayClient, step: int) -> None:
+        buffer = client.begin(version(step), small, 0, 1)
+        assert buffer is not None
+        buffer[:] = bytes([step % 256]) * len(buffer)
+        del buffer
+        client.commit(version(step))
+        with client.lease(version(step), wait_s=LIMIT_S, verify=True) as lease:
+            assert lease.buffer[0] == step % 256
+
+    def count(pid: int, what: str) -> int:
+        return len(os.listdir(f"/proc/{pid}/{what}"))
+
     with daemon.client() as client:
-        baseline: list[list[int]] = []
-        for step in range(1, 301):
-            buffer = client.begin(version(step), small, 0, 1)
-            assert buffer is not None
-            buffer[:] = bytes([step % 256]) * len(buffer)
-            del buffer
-            client.commit(version(step))
-            with client.lease(version(step), wait_s=LIMIT_S, verify=True) as lease:
-                assert lease.buffer[0] == step % 256
-            if step in (20, 300):
-                until(client, lambda status: status.num_connections == 1)
-                baseline.append(footprint(daemon.process.pid) + footprint(os.getpid())[:2])
-        assert baseline[0] == baseline[1]
+        for step in range(1, 11):
+            cycle(client, step)
+        until(client, lambda status: status.num_connections == 1)
+        own_before = count(os.getpid(), "fd"), count(os.getpid(), "task")
+        theirs_before = count(daemon.process.pid, "fd")
+        for step in range(11, 301):
+            cycle(client, step)
+        assert (count(os.getpid(), "fd"), count(os.getpid(), "task")) == own_before
+        # The daemon closes the last lease's socket just after its client went on.
+        until(client, lambda status: count(daemon.process.pid, "fd") <= theirs_before)
+        assert count(daemon.process.pid, "task") <= 3, "the loop and two threads"
+        assert sorted(os.listdir(daemon.directory)) == ["owner.json", "relay.sock", "slot-0", "slot-1", "slot-2"]

@@ -227,9 +227,9 @@ class NamedSession(Session):
         return super().unreliable(message)
 
 
-def start_under(controller: ControllerEnd) -> subprocess.Popen[str]:
+def start_under(controller: ControllerEnd, token: str = TOKEN) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "laminar.workers.relay", "--controller", controller.url, "--name", "relay-0"]
-    environment = os.environ | {"LAMINAR_TOKEN": TOKEN}
+    environment = os.environ | {"LAMINAR_TOKEN": token}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -275,3 +275,16 @@ async def test_an_orphan_stops_and_removes_its_shared_memory():
         assert not directory.exists()
     finally:
         process.kill()
+
+
+async def test_a_controller_that_refuses_the_token_ends_it_with_the_reason_and_makes_nothing():
+    controller, directory = await run_controller()
+    process = start_under(controller, token="wrong")
+    try:
+        _, log = await asyncio.to_thread(process.communicate, timeout=LIMIT_S)
+        assert process.returncode == 1
+        assert "refused the run token" in log
+        assert not directory.exists()
+    finally:
+        process.kill()
+        await controller.stop()

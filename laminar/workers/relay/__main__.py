@@ -10,6 +10,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -85,13 +86,7 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         run = link.config.run
         directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
         server = RelayServer(directory, arguments.slots or link.config.relay.slots, link.send)
-
-        async def until_told_to_stop() -> None:
-            link.send(RelayReady(directory=str(directory)))
-            while not isinstance(await link.receive(), Stop):
-                pass
-
-        await _serve(server, until_told_to_stop)
+        await _serve(server, partial(_until_told_to_stop, link, directory))
     except LaminarError as error:
         failed = True
         link.send(WorkerFailed(reason=str(error)))
@@ -99,6 +94,12 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
     finally:
         await link.close(goodbye=not failed)
     return 0
+
+
+async def _until_told_to_stop(link: Link, directory: Path) -> None:
+    link.send(RelayReady(directory=str(directory)))
+    while not isinstance(await link.receive(), Stop):
+        pass
 
 
 async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:

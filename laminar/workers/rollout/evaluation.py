@@ -1,0 +1,72 @@
+"""Greedy answers to held-out prompts, beside the training requests of the same engine, and their mean score."""
+
+import asyncio
+
+import msgspec
+
+from laminar import wire
+from laminar.errors import LaminarError
+from laminar.tasks.rewards import Reward, RewardPool
+from laminar.workers.engines.base import Output
+from laminar.workers.rollout.requests import Requests
+from laminar.workers.rollout.text import TextCodec
+
+
+class EvaluationError(LaminarError):
+    """The evaluation gives no result."""
+
+
+class _Live(msgspec.Struct, eq=False):
+    tokens: list[int]
+    future: "asyncio.Future[list[int]]"
+
+
+class Evaluator:
+    """Runs evaluations; give it the engine's outputs."""
+
+    def __init__(self, requests: Requests, codec: TextCodec, rewards: RewardPool) -> None:
+        self._requests, self._codec, self._rewards = requests, codec, rewards
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def num_generating(self) -> int:
+        return len(self._live)
+
+    def generated(self, output: Output) -> None:
+        """New tokens or the end of a request. Unknown keys are ignored."""
+        live = self._live.get(output.key)
+        if live is None:
+            return
+        live.tokens += output.tokens
+        if output.finish_reason is None:
+            return
+        del self._live[output.key]
+        if live.future.done():
+            return
+        if output.finish_reason in ("stop", "length"):
+            live.future.set_result(live.tokens)
+        else:
+            live.future.set_exception(EvaluationError(f"the engine ended a request with {output.finish_reason!r}"))
+
+    async def accuracy(self, prompts: list[wire.Prompt]) -> float:
+        """Mean score; a prompt that leaves no room for an answer, or whose score fails, counts 0.
+
+        Raises EvaluationError when the engine fails, PromptError for a prompt that cannot be encoded.
+        """
+        encoded = [self._codec.encode(prompt) for prompt in prompts]
+        scores = await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
+        return sum(scores) / max(1, len(prompts))
+
+    def _ask(self, prompt_tokens: list[int]) -> "asyncio.Future[list[int]] | None":
+        if self._requests.num_tokens_max(len(prompt_tokens)) < 1:
+            return None
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._live[self._requests.greedy(prompt_tokens)] = _Live([], future)
+        return future
+
+    async def _score(self, prompt: wire.Prompt, answer: "asyncio.Future[list[int]] | None") -> float:
+        if answer is None:
+            return 0.0
+        text = self._codec.decode(await answer)
+        result = await self._rewards.score(prompt, text, prompt.prompt)
+        return result.reward if isinstance(result, Reward) else 0.0

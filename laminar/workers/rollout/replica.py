@@ -1,0 +1,276 @@
+"""One replica at work: orders in, engine and rewards between, reports out.
+
+Invariants:
+* The engine generates under `version` only; an order for another version is answered with a failure, never obeyed.
+* What a report says is decided in `Progress` alone.
+* While more than `PENDING_BYTES_MAX` wait for the controller, new groups wait too.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+
+from laminar import wire
+from laminar.channel import PENDING_BYTES_MAX
+from laminar.config import Config
+from laminar.errors import LaminarError
+from laminar.ids import TrajectoryId, Version
+from laminar.tasks.rewards import Reward, RewardPool
+from laminar.workers.engines.base import Engine
+from laminar.workers.link import Link
+from laminar.workers.relay.client import RelayClient
+from laminar.workers.rollout.evaluation import EvaluationError, Evaluator
+from laminar.workers.rollout.progress import Attempt, Interval, Progress
+from laminar.workers.rollout.requests import Requests
+from laminar.workers.rollout.text import PromptError, TextCodec
+
+log = structlog.get_logger("laminar.rollout")
+
+REPORT_GAP_S = 0.02  # rewards that come one by one to an idle replica share a report
+QUIET_TIMEOUT_S = 60.0  # for aborted and evaluation requests to leave the engine before a refresh
+LEASE_WAIT_S = 5.0  # a refresh is ordered once the relay has the version; this covers a relay that was restarted
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+
+
+class RefreshError(LaminarError):
+    """The order to refresh cannot be followed now."""
+
+
+class Replica:
+    """All parts are started. `spawn` owns the replica's tasks and ends the worker when one breaks."""
+
+    def __init__(
+        self,
+        config: Config,
+        link: Link,
+        engine: Engine,
+        rewards: RewardPool,
+        codec: TextCodec,
+        relay: RelayClient,
+        spawn: Spawn,
+    ) -> None:
+        self.version: Version | None = None
+        self._link, self._engine, self._rewards, self._codec, self._relay = link, engine, rewards, codec, relay
+        self._spawn = spawn
+        self._flush_interval_s = config.rollout.flush_interval_s
+        self._requests = Requests(engine, config.rollout, codec.stop_ids)
+        self._progress = Progress()
+        self._evaluator = Evaluator(self._requests, codec, rewards)
+        self._held: deque[wire.AssignGroup] = deque()
+        self._refreshing = False
+        self._drain_planned = False
+        self._report_now, self._quiet = asyncio.Event(), asyncio.Event()
+        self._begin_interval(engine.usage().busy_s)
+
+    def order(self, message: wire.Message) -> None:
+        """Follow an order of the controller; long ones go on in a task."""
+        if isinstance(message, wire.AssignGroup):
+            self._held.append(message)
+            self._assign_held()
+        elif isinstance(message, wire.Abort):
+            self._abort(set(zip(message.trajectories, message.attempts, strict=True)))
+        elif isinstance(message, wire.Refresh):
+            self._spawn(self._refresh(message), f"refresh to {message.version}")
+        elif isinstance(message, wire.Evaluate):
+            self._spawn(self._evaluate(message), f"evaluation {message.evaluation}")
+        else:
+            log.warning("order_not_for_a_rollout", order=type(message).__name__)
+
+    def on_finish(self, key: int) -> None:
+        """The engine's call when a request ended: take its tokens soon, once for all that end together."""
+        if not self._drain_planned:
+            self._drain_planned = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    # ---- assignments ---------------------------------------------------------------------------------------
+
+    def _assign_held(self) -> None:
+        while self._held and self._link.pending_bytes <= PENDING_BYTES_MAX:
+            self._assign(self._held.popleft())
+        self._report_if_idle()
+
+    def _assign(self, order: wire.AssignGroup) -> None:
+        try:
+            prompt_tokens = self._codec.encode_group(order.group, order.prompt)
+        except PromptError as error:
+            self._fail(order.starts, "data", "prompt_error", str(error))
+            return
+        self._progress.assigned(order.group, prompt_tokens)
+        for start in order.starts:
+            if start.score_only:
+                self._complete(_attempt(start, order.prompt, prompt_tokens), None)
+        starts = [start for start in order.starts if not start.score_only]
+        if order.version != self.version or self._refreshing:
+            self._fail(starts, "infra", "wrong_version", self._wrong_version(order.version))
+        elif self._requests.num_tokens_max(len(prompt_tokens)) < 1:
+            detail = f"{len(prompt_tokens)} tokens; the context has {self._engine.context_tokens_max}"
+            self._fail(starts, "data", "prompt_too_long", detail)
+        else:
+            for start in starts:
+                self._generate(start, _attempt(start, order.prompt, prompt_tokens), prompt_tokens)
+
+    def _generate(self, start: wire.TrajectoryStart, attempt: Attempt, prompt_tokens: list[int]) -> None:
+        ended = self._requests.ends(attempt.tokens, len(prompt_tokens))
+        if ended is not None:
+            self._complete(attempt, ended)
+            return
+        try:
+            key = self._requests.sample(prompt_tokens, list(attempt.tokens), start.seed)
+        except ValueError as error:
+            self._fail([start], "data", "prompt_rejected", str(error))
+        else:
+            self._progress.submitted(key, attempt)
+
+    def _fail(self, starts: list[wire.TrajectoryStart], kind: str, reason: str, detail: str) -> None:
+        for start in starts:
+            self._progress.failed(start.trajectory, start.attempt, kind, reason, detail)
+
+    def _wrong_version(self, version: Version) -> str:
+        doing = ", and is being refreshed" if self._refreshing else ""
+        return f"asked for {version}, the replica holds {self.version or 'no version yet'}{doing}"
+
+    def _abort(self, identities: set[tuple[TrajectoryId, int]]) -> None:
+        held = [_without(order, identities) for order in self._held]
+        self._held = deque(order for order in held if order.starts)
+        for trajectory, attempt in identities:
+            key = self._progress.abort(trajectory, attempt)
+            if key is not None:
+                self._engine.abort(key)
+
+    # ---- generation and rewards ----------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self._drain_planned = False
+        for output in self._engine.drain():
+            self._evaluator.generated(output)
+            due = self._progress.generated(output)
+            if due is not None:
+                self._spawn(self._score(due), f"reward of {due.trajectory}")
+        if not self._progress.num_generating and not self._evaluator.num_generating:
+            self._quiet.set()
+        self._report_if_idle()
+
+    def _complete(self, attempt: Attempt, finish_reason: str | None) -> None:
+        self._progress.completed(attempt, finish_reason)
+        self._spawn(self._score(attempt), f"reward of {attempt.trajectory}")
+
+    async def _score(self, attempt: Attempt) -> None:
+        text = self._codec.decode(attempt.tokens)
+        result = await self._rewards.score(attempt.prompt, text, attempt.trajectory)
+        if isinstance(result, Reward):
+            self._progress.rewarded(attempt, result.reward, result.parts, result.reward_s)
+        else:
+            self._progress.unrewarded(attempt, result.kind, result.reason, result.detail)
+        self._report_if_idle()
+
+    # ---- reports -------------------------------------------------------------------------------------------
+
+    async def report_for_ever(self) -> None:
+        """Every `flush_interval_s`, and at once when nothing generates any more or a reward comes then."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._flush_interval_s - REPORT_GAP_S)):
+                    await self._report_now.wait()
+            self._report_now.clear()
+            self._assign_held()
+            self.report()
+            await asyncio.sleep(REPORT_GAP_S)
+
+    def report(self) -> None:
+        """Send what there is to say; nothing while idle."""
+        self._drain()
+        usage = self._engine.usage()
+        now = time.monotonic()
+        if self._progress.has_report or usage.busy_s > self._busy_s:
+            interval = Interval(
+                decode_busy_s=usage.busy_s - self._busy_s, interval_s=now - self._began, since=self._since
+            )
+            self._link.send(self._progress.report(self.version, usage, interval))
+        self._begin_interval(usage.busy_s)
+
+    def _report_if_idle(self) -> None:
+        if not self._progress.num_generating and self._progress.has_news:
+            self._report_now.set()
+
+    def _begin_interval(self, busy_s: float) -> None:
+        self._since, self._began, self._busy_s = time.time(), time.monotonic(), busy_s
+
+    # ---- weights and evaluations ---------------------------------------------------------------------------
+
+    async def _refresh(self, order: wire.Refresh) -> None:
+        if self._refreshing:
+            self._link.send(wire.RefreshFailed(version=order.version, reason="another refresh is under way"))
+            return
+        self._refreshing = True
+        try:
+            wait_s = await self._load(order)
+        except (LaminarError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+            reason = f"{order.version} was not loaded: {str(error) or type(error).__name__}"
+            log.warning("refresh_failed", reason=reason)
+            self._link.send(wire.RefreshFailed(version=order.version, reason=reason))
+        else:
+            self.version = order.version
+            self._link.send(wire.Refreshed(version=order.version, digest=order.digest, wait_s=wait_s))
+        finally:
+            self._refreshing = False
+
+    async def _load(self, order: wire.Refresh) -> float:
+        """Seconds without decoding: from the end of the last request to the new weights."""
+        async with asyncio.timeout(QUIET_TIMEOUT_S):
+            await self._until_quiet()
+        self.report()
+        began = time.monotonic()
+        lease = await asyncio.to_thread(self._relay.lease, order.version, wait_s=LEASE_WAIT_S)
+        try:
+            if lease.digest != order.digest:
+                raise RefreshError(f"the relay has digest {lease.digest}, the order says {order.digest}")
+            await self._engine.load_weights(order.version, lease.snapshot)
+        finally:
+            await asyncio.to_thread(lease.release)
+        return time.monotonic() - began
+
+    async def _until_quiet(self) -> None:
+        """Wait for aborted and evaluation requests, which end by themselves; raises when others run."""
+        if self._progress.num_unaborted:
+            raise RefreshError(f"{self._progress.num_unaborted} trajectories still generate under {self.version}")
+        while self._progress.num_generating or self._evaluator.num_generating:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def _evaluate(self, order: wire.Evaluate) -> None:
+        try:
+            if order.version != self.version or self._refreshing:
+                raise EvaluationError(self._wrong_version(order.version))
+            accuracy = await self._evaluator.accuracy(order.prompts)
+        except (EvaluationError, PromptError, ValueError) as error:
+            self._link.send(wire.EvaluationFailed(evaluation=order.evaluation, reason=str(error)))
+            return
+        self._link.send(
+            wire.EvaluationDone(
+                evaluation=order.evaluation, version=order.version, accuracy=accuracy, num_prompts=len(order.prompts)
+            )
+        )
+
+
+def _attempt(start: wire.TrajectoryStart, prompt: wire.Prompt, prompt_tokens: list[int]) -> Attempt:
+    prefix = wire.unpack_i32(start.prefix_tokens)
+    return Attempt(
+        trajectory=start.trajectory,
+        attempt=start.attempt,
+        prompt=prompt,
+        num_prompt_tokens=len(prompt_tokens),
+        tokens=prefix,
+        num_reported=len(prefix),
+    )
+
+
+def _without(order: wire.AssignGroup, identities: set[tuple[TrajectoryId, int]]) -> wire.AssignGroup:
+    starts = [start for start in order.starts if (start.trajectory, start.attempt) not in identities]
+    return msgspec.structs.replace(order, starts=starts)

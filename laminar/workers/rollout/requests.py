@@ -1,0 +1,47 @@
+"""Engine requests as the run's configuration wants them."""
+
+import itertools
+
+from laminar.config import RolloutConfig
+from laminar.workers.engines.base import Engine, Request, SamplingParams
+
+
+class Requests:
+    """Makes and submits requests of one engine; their keys are never used twice."""
+
+    def __init__(self, engine: Engine, rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> None:
+        self._engine, self._rollout, self._stop_ids = engine, rollout, stop_ids
+        self._keys = itertools.count(1)
+
+    def num_tokens_max(self, num_prompt_tokens: int) -> int:
+        """Most response tokens after such a prompt: `max_tokens`, or what the context leaves; below 1 = no room."""
+        return min(self._rollout.max_tokens, self._engine.context_tokens_max - num_prompt_tokens)
+
+    def ends(self, response: list[int], num_prompt_tokens: int) -> str | None:
+        """The finish reason of a response that needs no more tokens."""
+        if response and response[-1] in self._stop_ids:
+            return "stop"
+        return "length" if len(response) >= self.num_tokens_max(num_prompt_tokens) else None
+
+    def sample(self, prompt_tokens: list[int], prefix_tokens: list[int], seed: int) -> int:
+        """Submit a training request; its key. Raises ValueError when the engine can never run it."""
+        return self._submit(prompt_tokens, prefix_tokens, self._rollout.temperature, seed)
+
+    def greedy(self, prompt_tokens: list[int]) -> int:
+        """Submit an evaluation request; its key. Raises ValueError when the engine can never run it."""
+        return self._submit(prompt_tokens, [], 0.0, 0)
+
+    def _submit(self, prompt_tokens: list[int], prefix_tokens: list[int], temperature: float, seed: int) -> int:
+        sampling = SamplingParams(
+            max_tokens=self.num_tokens_max(len(prompt_tokens)),
+            temperature=temperature,
+            top_p=self._rollout.top_p if temperature else 1.0,
+            top_k=self._rollout.top_k if temperature else 0,
+            stop_ids=self._stop_ids,
+            seed=seed,
+        )
+        key = next(self._keys)
+        self._engine.submit(
+            Request(key=key, prompt_tokens=prompt_tokens, prefix_tokens=prefix_tokens, sampling=sampling)
+        )
+        return key

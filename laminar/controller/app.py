@@ -32,7 +32,7 @@ from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
-from laminar.errors import StartError
+from laminar.errors import ProtocolError, StartError
 from laminar.hosts import Host
 from laminar.ids import WorkerId
 from laminar.tasks.datasets import PromptSet
@@ -221,6 +221,15 @@ class Application:
         return self._runtime.post(event)
 
     def _on_message(self, channel: Channel, message: wire.Message) -> int:
+        try:
+            return self._take(channel, message)
+        except ProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug of the controller must end the run, not one channel
+            self._runtime.crash(error)
+            return self._runtime.seq
+
+    def _take(self, channel: Channel, message: wire.Message) -> int:
         self._joined.add(channel.worker)
         self._telemetry.on_message(channel.worker, message)
         if isinstance(message, wire.RolloutReport):

@@ -80,31 +80,41 @@ class Runtime:
         return seq
 
     def _drain(self) -> None:
+        if self.crashed:
+            self._inbox.clear()
+            return
         self._draining = True
         try:
             while self._inbox:
                 self._handle(self._inbox[0])
                 self._inbox.popleft()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the core's state is not to be trusted any more
+            self.crash(error)
         finally:
             self._draining = False
         self._set_timer()
 
+    def crash(self, error: Exception) -> None:
+        """A broken controller does not limp: the state is dumped and the run ends with `error`."""
+        self._inbox.clear()
+        path = self._dump_directory / f"core-dump-{self.core.state.seq}.msgpack"
+        path.write_bytes(self.core.snapshot())
+        logger.error("controller.crashed", state=str(path), exc_info=error)
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the run ended by an error of the controller itself."""
+        return self.finished.done() and self.finished.exception() is not None
+
     def _handle(self, event: events.AnyEvent) -> None:
         stamped = msgspec.structs.replace(event, seq=self.core.state.seq + 1, at=self.now())
         self._log.append(stamped.seq, stamped.at, type(stamped).__name__, msgspec.msgpack.encode(stamped))
-        try:
-            new = self.core.handle(stamped)
-        except Exception:
-            self._dump(stamped)
-            raise
+        new = self.core.handle(stamped)
         self.observe(stamped)
         for action in new:
             self._dispatch(action)
-
-    def _dump(self, event: events.AnyEvent) -> None:
-        path = self._dump_directory / f"core-dump-{event.seq}.msgpack"
-        path.write_bytes(self.core.snapshot())
-        logger.error("core.failed", event=repr(event), state=str(path))
 
     # ---- effects -------------------------------------------------------------------------------------------
 

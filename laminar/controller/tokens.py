@@ -94,6 +94,23 @@ class TokenStore:
         self._prompts[group] = tokens
         self._persist(Entry(0, 0, 0, tokens, b"", b"", group), ())
 
+    def take(self, report: wire.RolloutReport) -> None:
+        """All deltas of a report. Raises ProtocolError for arrays that do not fit together."""
+        ids, attempts = wire.unpack_i64(report.trajectories), wire.unpack_i32(report.attempts)
+        totals, news = wire.unpack_i32(report.num_tokens), wire.unpack_i32(report.num_new)
+        if not len(ids) == len(attempts) == len(totals) == len(news) or 4 * sum(news) != len(report.tokens):
+            raise ProtocolError("the arrays of a report do not fit together")
+        position = 0
+        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
+            end = position + num
+            if num:
+                part = slice(4 * position, 4 * end)
+                sources = report.sources[position:end]
+                self.append(
+                    TrajectoryId(trajectory), attempt, total, report.tokens[part], report.logprobs[part], sources
+                )
+            position = end
+
     def append(
         self, trajectory: TrajectoryId, attempt: int, total: int, tokens: bytes, logprobs: bytes, sources: bytes
     ) -> None:

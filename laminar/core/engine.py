@@ -116,6 +116,8 @@ def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
 
 def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
     known = _incarnation(turn.state, event.worker)
+    if turn.state.finished:
+        return  # they were told to stop
     if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
     elif known < 0 and turn.state.fenced.get(event.worker, -1) < event.incarnation:

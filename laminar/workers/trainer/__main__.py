@@ -15,10 +15,9 @@ import msgspec
 from laminar import wire
 from laminar.config import Config
 from laminar.errors import LaminarError
-from laminar.workers.link import LinkRefused, Orphaned
+from laminar.workers.link import LinkRefused, Orphaned, ThreadLink
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.relay.paths import shm_directory
-from laminar.workers.threadlink import ThreadLink
 from laminar.workers.trainer.checkpoint import CheckpointError
 from laminar.workers.trainer.collective import local_device, process_group
 from laminar.workers.trainer.trainer import Trainer

@@ -178,7 +178,6 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._flush_interval_s - REPORT_GAP_S)):
                     await self._report_now.wait()
-            self._report_now.clear()
             self._assign_held()
             self.report()
             await asyncio.sleep(REPORT_GAP_S)
@@ -194,6 +193,7 @@ class Replica:
             )
             self._link.send(self._progress.report(self.version, usage, interval))
         self._begin_interval(usage.busy_s)
+        self._report_now.clear()
 
     def _report_if_idle(self) -> None:
         if not self._progress.num_generating and self._progress.has_news:

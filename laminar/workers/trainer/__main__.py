@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 import msgspec
+from torch.distributed import DistError
 
 from laminar import wire
 from laminar.config import Config
@@ -63,6 +64,8 @@ def _give_up(link: ThreadLink, reason: str, code: int) -> int:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, DistError) or "gloo" in str(error):
+        return "another rank went away in a collective; the rank that failed first names the cause"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -68,7 +68,9 @@ def load_model(path: str, *, activation_checkpointing: bool = False) -> PreTrain
         raise StartError(f"model.path = {path!r} cannot be loaded as a causal LM: {error}") from error
     model.config.use_cache = False
     if activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.24 renamed it and warns about the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.train()  # checkpointing is off in eval mode; without dropout the modes are otherwise equal
 
 

@@ -23,8 +23,8 @@ from laminar.ids import Version
 from laminar.rl.advantages import group_advantages
 from laminar.rl.losses import clipped_policy_loss
 from laminar.rl.packing import MicroBatch, MicroBatchPlan, Tokens, collate
-from laminar.workers.trainer.batch import Fetch, MiniBatchPlan, fetch_tokens, plan_step, rows_of
-from laminar.workers.trainer.collective import sum_over_ranks
+from laminar.workers.trainer.batch import BatchError, Fetch, MiniBatchPlan, fetch_tokens, plan_step, rows_of
+from laminar.workers.trainer.collective import first_failure, sum_over_ranks
 from laminar.workers.trainer.metrics import TokenMetrics, batch_metrics
 from laminar.workers.trainer.model import Policy
 from laminar.workers.trainer.optimizer import Optimizer, Update
@@ -61,14 +61,15 @@ class StepRunner:
     def run(self, rows: Sequence[wire.BatchRow], fetch: Fetch, version: Version | None) -> dict[str, float]:
         """All updates of one batch; the step's metrics, the same on every rank but for the timings.
 
-        `version`: of the weights right now, if they have one. Raises BatchError, what `fetch` raises, RuntimeError of torch.
+        `version`: of the weights right now, if they have one. Raises BatchError, on all ranks, when one got no tokens that fit its
+        rows; RuntimeError of torch.
         """
         if not rows:
             raise LaminarError("a step without rows: the controller sent an empty batch")
         started = time.perf_counter()
         window = self._policy.attention_window()
         plans = plan_step(rows, self._config.trainer, world_size=self._world_size, positions_max=window)
-        tokens = fetch_tokens(rows, rows_of(plans, self._rank), fetch)
+        tokens = self._fetch(rows, plans, fetch)
         fetched = time.perf_counter()
         advantages = group_advantages(
             [row.reward for row in rows],
@@ -89,6 +90,19 @@ class StepRunner:
             "timing/update_s": ended - prepared,
             "timing/step_s": ended - started,
         }
+
+    def _fetch(self, rows: Sequence[wire.BatchRow], plans: list[MiniBatchPlan], fetch: Fetch) -> dict[int, Tokens]:
+        """Ranks agree before they go on, so that all of them name the cause and not the peer that went away."""
+        tokens: dict[int, Tokens] = {}
+        cause: Exception | None = None
+        try:
+            tokens = fetch_tokens(rows, rows_of(plans, self._rank), fetch)
+        except (LaminarError, OSError) as error:
+            cause = error
+        reason = None if cause is None else f"{type(cause).__name__}: {cause}"
+        if failure := first_failure(reason):
+            raise BatchError(f"a rank got no tokens ({failure})") from cause
+        return tokens
 
     def _needs_preparation(self, plans: list[MiniBatchPlan]) -> bool:
         return len(plans) > 1 and self._config.algorithm.old_logprobs == "recompute"

@@ -1,0 +1,177 @@
+"""Publication to a real relay and checkpoints, on real gloo ranks."""
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_ranks import CPU, Batch, assert_equal_weights, make_config, make_model, run_ranks, whole_weights
+from transformers import AutoModelForCausalLM
+
+from laminar.config import Config
+from laminar.errors import StartError
+from laminar.ids import Version
+from laminar.wire import VersionLost, VersionReady
+from laminar.workers.relay import paths
+from laminar.workers.relay.client import RelayClient
+from laminar.workers.relay.daemon import RelayServer
+from laminar.workers.trainer.checkpoint import CheckpointError
+from laminar.workers.trainer.model import load_model
+from laminar.workers.trainer.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+# ---- publication -------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def relay(num_slots: int = 3) -> AsyncIterator[tuple[Path, "asyncio.Queue[VersionReady | VersionLost]"]]:
+    events: asyncio.Queue[VersionReady | VersionLost] = asyncio.Queue()
+    directory = paths.create(f"test-{uuid.uuid4().hex[:12]}", "")
+    server = RelayServer(directory, num_slots, events.put_nowait)
+    await server.start()
+    try:
+        yield directory, events
+    finally:
+        await server.close()
+        paths.remove(directory)
+
+
+def publish_once(config: Config, directory: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU, layer_parameters_min=0)
+    with RelayClient(directory, 10.0) as client:
+        publication = trainer.publish(Version(0, 0), client)
+    empty = sum(part.local.numel() == 0 for part in trainer.parameters)
+    return {"failure": publication.failure, "stall_s": publication.stall_s, "empty": empty}
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float32"), (3, "bfloat16")])
+async def test_ranks_publish_their_own_rows_and_a_reader_finds_the_whole_model(
+    model: str, tmp_path: Path, world_size: int, dtype: str
+) -> None:
+    config = make_config(model)
+    config = type(config)(
+        model=config.model,
+        trainer=config.trainer,
+        relay=type(config.relay)(dtype=dtype),  # type: ignore[arg-type]
+    )
+    async with relay() as (directory, events):
+        results = await asyncio.to_thread(run_ranks, publish_once, world_size, tmp_path, config, directory)
+        assert [result["failure"] for result in results] == [None] * world_size
+        assert (sum(result["empty"] for result in results) > 0) == (world_size == 3), "some shards are empty"
+        ready = await asyncio.wait_for(events.get(), 10)
+        assert isinstance(ready, VersionReady)
+        await asyncio.to_thread(compare_published, directory, model, getattr(torch, dtype))
+
+
+def compare_published(directory: Path, model: str, dtype: torch.dtype) -> None:
+    expected = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    with RelayClient(directory, 10.0) as client, client.lease(Version(0, 0)) as lease:
+        found = dict(lease.snapshot.tensors())
+        assert found.keys() == expected.keys()
+        assert "lm_head.weight" not in found
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name].detach().to(dtype)), name
+        del found, tensor
+
+
+def publish_nowhere(config: Config, directory: Path) -> str | None:
+    trainer = Trainer(config, device=CPU)
+    return trainer.publish(Version(0, 0), RelayClient(directory, 0.2 if trainer.rank else 0.1)).failure
+
+
+def test_a_missing_relay_costs_the_version_and_not_the_trainer(model: str, tmp_path: Path) -> None:
+    failures = run_ranks(publish_nowhere, 2, tmp_path, make_config(model), tmp_path / "no-relay")
+    assert failures[0] == failures[1]
+    assert failures[0].startswith("rank 0: the relay failed: no relay listens at")
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+def train_and_save(config: Config, path: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU, layer_parameters_min=0)
+    batch = Batch()
+    trainer.step(1, batch.rows, batch.fetch)
+    saved = whole_weights(trainer)
+    trainer.save(path, step=1, data_state=b"\x00\xffstate")
+    metrics = trainer.step(2, batch.rows, batch.fetch)
+    trainer.save(path.with_name("again"), step=2, data_state=b"")
+    trainer.save(path.with_name("again"), step=2, data_state=b"second")
+    return {"saved": saved, "weights": whole_weights(trainer), "metrics": metrics, "random": torch.rand(3).tolist()}
+
+
+def restore_and_train(config: Config, path: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    data_state = trainer.restore(path)
+    batch = Batch()
+    step = trainer.step_done
+    metrics = trainer.step(2, batch.rows, batch.fetch)
+    return {
+        "step": step,
+        "data_state": data_state,
+        "weights": whole_weights(trainer),
+        "metrics": metrics,
+        "random": torch.rand(3).tolist(),
+    }
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened_on_any_number_of_ranks(
+    model: str, tmp_path: Path
+) -> None:
+    config, path = make_config(model), tmp_path / "step-1"
+    results = run_ranks(train_and_save, 2, tmp_path, config, path)
+    for world_size in (1, 2):
+        restored = run_ranks(restore_and_train, world_size, tmp_path, config, path)
+        assert {result["step"] for result in restored} == {1}
+        assert {result["data_state"] for result in restored} == {b"\x00\xffstate"}
+        assert_equal_weights(restored[0]["weights"], results[0]["weights"])
+        assert restored[0]["metrics"]["actor/lr"] == results[0]["metrics"]["actor/lr"]
+        assert restored[0]["metrics"]["optim/updates"] == 2
+    assert [result["random"] for result in restored] == [result["random"] for result in results]
+    assert sorted(file.name for file in tmp_path.iterdir() if not file.name.startswith("store")) == ["again", "step-1"]
+    assert (tmp_path / "again" / "data_state.bin").read_bytes() == b"second"
+    exported = AutoModelForCausalLM.from_pretrained(path / "hf")
+    assert type(exported).__name__ == "Qwen3ForCausalLM"
+    assert_equal_weights(
+        {name: value.detach().numpy() for name, value in exported.named_parameters()}, results[0]["saved"], atol=0
+    )
+    assert (path / "hf" / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert json.loads((path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def save_nowhere(config: Config, path: Path) -> str:
+    trainer = Trainer(config, device=CPU)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.save(path, step=1, data_state=b"")
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    messages = run_ranks(save_nowhere, 2, tmp_path, make_config(model), tmp_path / "file" / "step-1")
+    assert messages[0] == messages[1]
+    assert "no checkpoint was written (rank 0:" in messages[0]
+
+
+def restore_nothing(config: Config, path: Path) -> str:
+    trainer = Trainer(config, device=CPU)
+    with pytest.raises(StartError) as caught:
+        trainer.restore(path)
+    return str(caught.value)
+
+
+def test_a_missing_checkpoint_or_model_is_named(model: str, tmp_path: Path) -> None:
+    (message,) = run_ranks(restore_nothing, 1, tmp_path, make_config(model), tmp_path / "nothing")
+    assert "cannot resume from" in message
+    with pytest.raises(StartError, match=r"no config\.json there"):
+        load_model(str(tmp_path))

@@ -13,7 +13,7 @@ from laminar.core import ledger, story, versions
 from laminar.core.actions import AbortAttempts, ForgetTokens, RecordTrajectories, Start, StartGroup
 from laminar.core.events import FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
 from laminar.core.prompts import draw
-from laminar.core.records import Group, GroupState, Replica, Trajectory, TrajectoryState
+from laminar.core.records import Group, GroupState, Replica, Timings, Trajectory, TrajectoryState
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, TrajectoryId, derive_seed, make_id
 
@@ -215,6 +215,7 @@ def _void(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     trajectory.behavior_version = trajectory.finish_version = None
     trajectory.finish_reason = trajectory.failure = ""
     trajectory.reward, trajectory.reward_parts = 0.0, {}
+    trajectory.timings = Timings(queued=trajectory.timings.queued)
 
 
 def _withdraw(turn: Turn, trajectory: Trajectory) -> None:

@@ -22,6 +22,7 @@ import itertools
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -32,8 +33,9 @@ import torch
 from laminar.ids import Version
 from laminar.workers.engines.base import Output, Request, Usage
 from laminar.workers.engines.causal_lm import CausalLM
-from laminar.workers.engines.sampling import SamplingRows, check_sampling
-from laminar.workers.engines.weights import check_manifest, copy_weights
+from laminar.workers.engines.live import Live
+from laminar.workers.engines.sampling import SamplingRows
+from laminar.workers.engines.weights import checked_tensors, copy_weights
 from laminar.workers.relay.manifest import Snapshot
 
 PREFILL_TOKENS_MAX = 4096  # padded tokens of one prefill, so running requests wait for one short forward only
@@ -42,26 +44,6 @@ JOIN_PATIENCE_STEPS = 8  # … but not longer than this many decode steps
 STOP_TIMEOUT_S = 60.0  # one forward of a large model on a slow CPU; only then does the thread look up
 
 log = structlog.get_logger()
-
-
-class _Live(msgspec.Struct, kw_only=True, eq=False):
-    """A request from `submit` to the drain that delivers its finish."""
-
-    request: Request
-    num_tokens_max: int
-    """Most response tokens, by max_tokens and by the context."""
-    kv_tokens_max: int
-    stop_ids: frozenset[int]
-    num_tokens: int
-    """Response tokens so far, prefix included."""
-    last_token: int = -1
-    tokens: list[int] = msgspec.field(default_factory=list)
-    logprobs: list[float] = msgspec.field(default_factory=list)
-    finish_reason: str | None = None
-    aborted: bool = False
-    submitted_at: float
-    started_at: float | None = None
-    ended_at: float | None = None
 
 
 class _Load(msgspec.Struct):
@@ -104,9 +86,9 @@ class EmbeddedEngine:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         """Guards everything below; notified when the thread has something new to look at."""
-        self._live: dict[int, _Live] = {}
-        self._waiting: deque[_Live] = deque()
-        self._rows: list[_Live] = []
+        self._live: dict[int, Live] = {}
+        self._waiting: deque[Live] = deque()
+        self._rows: list[Live] = []
         self._kv_reserved = 0
         self._ended: list[int] = []
         """Keys whose `on_finish` call is on its way to the loop."""
@@ -139,7 +121,13 @@ class EmbeddedEngine:
             self._check_open()
             if request.key in self._live:
                 raise ValueError(f"request {request.key} is live already: drain its finish before using the key again")
-            live = self._accept(request)
+            assert self._model is not None
+            live = Live.accept(
+                request,
+                vocab_size=self._model.vocab_size,
+                context_tokens_max=self.context_tokens_max,
+                kv_tokens_max=self.kv_tokens_max,
+            )
             self._live[request.key] = live
             self._waiting.append(live)
             self._changed.notify()
@@ -160,9 +148,8 @@ class EmbeddedEngine:
         """New tokens of all requests since the last call, in submission order."""
         with self._changed:
             news = [live for live in self._live.values() if live.tokens or live.finish_reason is not None]
-            outputs = [_output(live) for live in news]
+            outputs = [live.take_output() for live in news]
             for live in news:
-                live.tokens, live.logprobs = [], []
                 if live.finish_reason is not None:
                     del self._live[live.request.key]
         return outputs
@@ -173,7 +160,7 @@ class EmbeddedEngine:
             return Usage(
                 num_running=len(self._rows),
                 num_waiting=len(self._waiting),
-                kv_tokens=sum(len(live.request.prompt_tokens) + live.num_tokens for live in self._rows),
+                kv_tokens=sum(live.kv_tokens for live in self._rows),
                 busy_s=self._busy_s,
             )
 
@@ -214,32 +201,6 @@ class EmbeddedEngine:
         if self._closed is not None:
             raise RuntimeError(self._closed)
 
-    def _accept(self, request: Request) -> _Live:
-        assert self._model is not None
-        check_sampling(request.sampling)
-        num_prompt, num_prefix = len(request.prompt_tokens), len(request.prefix_tokens)
-        num_tokens_max = min(request.sampling.max_tokens, self.context_tokens_max - num_prompt)
-        _check_tokens(request, self._model.vocab_size)
-        if num_prefix >= num_tokens_max:
-            raise ValueError(
-                f"request {request.key}: {num_prompt} prompt and {num_prefix} prefix tokens leave no room for one more "
-                f"(context {self.context_tokens_max}, max_tokens {request.sampling.max_tokens})"
-            )
-        kv_tokens = num_prompt + num_tokens_max
-        if kv_tokens > self.kv_tokens_max:
-            raise ValueError(
-                f"request {request.key} may need {kv_tokens} KV tokens and the engine has {self.kv_tokens_max}: "
-                "lower max_tokens or raise kv_tokens_max"
-            )
-        return _Live(
-            request=request,
-            num_tokens_max=num_tokens_max,
-            kv_tokens_max=kv_tokens,
-            stop_ids=frozenset(request.sampling.stop_ids),
-            num_tokens=num_prefix,
-            submitted_at=time.monotonic(),
-        )
-
     # ---- decode thread -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -249,14 +210,13 @@ class EmbeddedEngine:
         try:
             while self._wait_for_work():
                 self._step(model)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: what escapes would leave requests hanging
             reason = f"error: {_describe(error)}"
             with self._changed:
                 self._closed = f"the engine is dead ({_describe(error)}): restart the worker"
-            log.exception("embedded_engine_died", model=self._model_path)
-        finally:
-            self._finish_all(reason)
-            model.cache.clear()
+            log.error("embedded_engine_died", model=self._model_path, traceback=_traceback(error))
+        self._finish_all(reason)
+        model.cache.clear()
 
     def _wait_for_work(self) -> bool:
         """Block until a step can do something; False once the engine is closed."""
@@ -284,18 +244,18 @@ class EmbeddedEngine:
         with self._changed:
             self._busy_s += time.monotonic() - began
 
-    def _admit(self) -> list[_Live]:
+    def _admit(self) -> list[Live]:
         """Take requests off the queue, in order, while rows, KV and the prefill bound allow; they become the last rows."""
         self._steps_since_join += 1
         num_fitting = self._num_fitting()
         enough = max(1, len(self._rows) // JOIN_SHARE)
         if num_fitting == 0 or (num_fitting < enough and self._steps_since_join <= JOIN_PATIENCE_STEPS):
             return []
-        joining: list[_Live] = []
+        joining: list[Live] = []
         distinct: set[tuple[int, ...]] = set()
         longest = 0
         for _ in range(num_fitting):
-            sequence = _sequence(self._waiting[0].request)
+            sequence = self._waiting[0].sequence
             distinct.add(sequence)
             longest = max(longest, len(sequence))
             if joining and len(distinct) * longest > PREFILL_TOKENS_MAX:
@@ -320,14 +280,13 @@ class EmbeddedEngine:
                 return count
         return room
 
-    def _prefill(self, model: CausalLM, joining: list[_Live]) -> None:
+    def _prefill(self, model: CausalLM, joining: list[Live]) -> None:
         """Compute each distinct sequence once (siblings share it) and sample the first new token of every joiner."""
         numbers: dict[tuple[int, ...], int] = {}
         copies = []
         start = model.cache.num_rows
         for row, live in enumerate(joining, start):
-            sequence = _sequence(live.request)
-            copies.append(numbers.setdefault(sequence, len(numbers)))
+            copies.append(numbers.setdefault(live.sequence, len(numbers)))
             self._sampling.set(row, live.request.sampling, live.num_tokens)
         logits = model.prefill([list(sequence) for sequence in numbers], copies)
         self._deliver(model, *self._sampling.sample(logits, start), start)
@@ -341,19 +300,10 @@ class EmbeddedEngine:
         ended = []
         with self._changed:
             for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start):
-                live = self._rows[row]
-                reason = None
-                if not math.isfinite(logprob):
-                    reason = "error: the model gave logits that are not finite numbers"
+                if math.isfinite(logprob):
+                    reason = self._rows[row].append(token, logprob)
                 else:
-                    live.tokens.append(token)
-                    live.logprobs.append(logprob)
-                    live.last_token = token
-                    live.num_tokens += 1
-                    if token in live.stop_ids:
-                        reason = "stop"
-                    elif live.num_tokens >= live.num_tokens_max:
-                        reason = "length"
+                    reason = "error: the model gave logits that are not finite numbers"
                 if reason is not None:
                     ended.append((row, reason))
         self._leave(model, ended)
@@ -377,23 +327,24 @@ class EmbeddedEngine:
                 self._finish(live, reason)
 
     def _fail_rows(self, model: CausalLM, error: Exception) -> None:
-        log.error("embedded_engine_step_failed", model=self._model_path, num_requests=len(self._rows), exc_info=error)
+        num_failed = len(self._rows)
         model.cache.clear()
         with self._changed:
             for live in self._rows:
                 self._finish(live, f"error: {_describe(error)}")
             self._rows.clear()
             self._kv_reserved = 0
+        log.error("embedded_engine_step_failed", num_requests=num_failed, traceback=_traceback(error))
 
     def _load(self, model: CausalLM, load: _Load) -> None:
         """Check, then copy. A copy that fails leaves mixed weights, which end the engine."""
         try:
-            check_manifest(model.parameters, load.snapshot.manifest)
-        except ValueError as error:
+            tensors = checked_tensors(model.parameters, load.snapshot)
+        except Exception as error:  # noqa: BLE001 - raised where load_weights is awaited; nothing was written yet
             load.done.set_exception(error)
             return
         try:
-            copy_weights(model.parameters, load.snapshot)
+            copy_weights(model.parameters, tensors)
         except Exception as error:
             load.done.set_exception(RuntimeError(f"the weights broke half-way: {_describe(error)}"))
             raise
@@ -410,7 +361,7 @@ class EmbeddedEngine:
                 load.done.set_exception(RuntimeError(self._closed))
             self._loads.clear()
 
-    def _finish(self, live: _Live, reason: str) -> None:
+    def _finish(self, live: Live, reason: str) -> None:
         live.finish_reason = reason
         live.ended_at = time.monotonic()
         self._ended.append(live.request.key)
@@ -425,33 +376,11 @@ class EmbeddedEngine:
             self._on_finish(key)
 
 
-def _output(live: _Live) -> Output:
-    now = live.ended_at or time.monotonic()
-    started = live.started_at if live.started_at is not None else now
-    return Output(
-        key=live.request.key,
-        tokens=live.tokens,
-        logprobs=live.logprobs,
-        finish_reason=live.finish_reason,
-        queued_s=started - live.submitted_at,
-        decode_s=now - started,
-    )
-
-
-def _sequence(request: Request) -> tuple[int, ...]:
-    return (*request.prompt_tokens, *request.prefix_tokens)
-
-
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    """Raises ValueError: one wrong id would fail the forward of the whole batch."""
-    if not request.prompt_tokens:
-        raise ValueError(f"request {request.key} has an empty prompt: give at least one token")
-    for name, tokens in (("prompt", request.prompt_tokens), ("prefix", request.prefix_tokens)):
-        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-            raise ValueError(f"request {request.key}: a {name} token lies outside the vocabulary of {vocab_size}")
-
-
 def _describe(error: Exception) -> str:
     """One line for people and logs."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))

@@ -5,14 +5,17 @@ Invariant: nothing is written before every name, shape and dtype of the version 
 
 import torch
 
-from laminar.workers.relay.manifest import Manifest, Snapshot
+from laminar.workers.relay.manifest import Snapshot
 
 NAMES_SHOWN = 3  # a wrong model mismatches everywhere; the first few names say which
 
 
-def check_manifest(parameters: dict[str, torch.Tensor], manifest: Manifest) -> None:
-    """Raises ValueError naming the tensors when the version does not have exactly these parameters."""
-    specs = {spec.name: spec for spec in manifest.tensors}
+def checked_tensors(parameters: dict[str, torch.Tensor], snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Views of all tensors of a version that fits the model, by name.
+
+    Raises ValueError naming the tensors when the version does not have exactly these parameters, or too few bytes.
+    """
+    specs = {spec.name: spec for spec in snapshot.manifest.tensors}
     missing = [name for name in parameters if name not in specs]
     if missing:
         raise ValueError(f"the weight version lacks {_some(missing)}: it belongs to another model")
@@ -30,12 +33,16 @@ def check_manifest(parameters: dict[str, torch.Tensor], manifest: Manifest) -> N
                 f"{name} is {spec.dtype} in the weight version and {dtype} in this engine: "
                 "start engine and publication with the same dtype"
             )
+    try:
+        return dict(snapshot.tensors())
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"the weight version's buffer does not hold the tensors of its manifest: {error}") from error
 
 
 @torch.no_grad()
-def copy_weights(parameters: dict[str, torch.Tensor], snapshot: Snapshot) -> None:
-    """Copy a checked version into the parameters. Tied parameters are one tensor and need one entry."""
-    for name, tensor in snapshot.tensors():
+def copy_weights(parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    """Copy checked tensors into the parameters. Tied parameters are one tensor and need one entry."""
+    for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
 
 

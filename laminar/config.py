@@ -88,6 +88,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Groups per weight pull; 0 = as many as fit in `max_concurrent`."""
     flush_interval_s: float = 0.25
     """A replica reports its new tokens this often (at once when its local batch drains)."""
+    await_publication_s: float = 1.0
+    """A replica with nothing running waits this long for weights that are just being published, rather than begin a local
+    batch with older ones."""
     num_retries: int = 3
     """A trajectory that failed for infrastructure reasons starts again this often."""
 

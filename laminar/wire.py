@@ -176,7 +176,9 @@ class EvaluationDone(Message, frozen=True, kw_only=True):
     evaluation: int
     version: Version
     accuracy: float
-    """Mean of the task's score over the prompts, 0..1."""
+    """Share of the prompts whose reward is full (at least 1), 0..1."""
+    score: float
+    """Mean reward."""
     num_prompts: int
 
 

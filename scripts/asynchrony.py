@@ -2,18 +2,19 @@
 
 * overlap: share of the trainer's busy time (train steps and publications) during which some replica decoded. The decoding
   time of a report is spread evenly over its interval; replicas are combined as the maximum of their rates, a lower bound.
-* versions: share of steps at whose end the replicas held different weight versions.
+* versions: share of steps during which the replicas held different weight versions for a tenth of the step or longer.
 * mixed: trajectories whose records name more than one generating version (must be 0 by construction and by the log).
 `--check` exits 1 unless overlap >= 0.5, versions >= 0.2 and mixed == 0.
 """
 
 import argparse
+import itertools
 import json
 import sqlite3
 import sys
 from pathlib import Path
 
-OVERLAP_MIN, VERSIONS_MIN = 0.5, 0.2
+OVERLAP_MIN, VERSIONS_MIN, DIFFERENT_MIN = 0.5, 0.2, 0.1
 
 
 def overlap(database: sqlite3.Connection) -> float:
@@ -32,24 +33,26 @@ def _covered(start: float, end: float, decoding: list[tuple[str, float, float, f
     parts = [(max(start, a), min(end, b), rate) for _, a, b, rate in decoding if b > start and a < end]
     edges = sorted({edge for a, b, _ in parts for edge in (a, b)})
     covered = 0.0
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in itertools.pairwise(edges):
         rates = [rate for a, b, rate in parts if a <= left and b >= right]
         covered += (right - left) * max(rates, default=0.0)
     return covered
 
 
 def different_versions(database: sqlite3.Connection) -> float:
-    """Share of steps at whose end not all replicas held the same version, 0..1."""
+    """Share of steps during which the replicas held different versions for at least DIFFERENT_MIN of the step, 0..1."""
     pulls = database.execute("SELECT end, worker, version FROM spans WHERE kind = 'pull' ORDER BY end").fetchall()
-    steps = [row[0] for row in database.execute("SELECT end FROM spans WHERE kind = 'train' ORDER BY end")]
+    ends = [row[0] for row in database.execute("SELECT end FROM spans WHERE kind = 'train' ORDER BY end")]
+    apart: list[tuple[float, float]] = []
     held: dict[str, str] = {}
-    position = different = 0
-    for end in steps:
-        while position < len(pulls) and pulls[position][0] <= end:
-            held[pulls[position][1]] = pulls[position][2]
-            position += 1
-        different += len(set(held.values())) > 1
-    return different / len(steps) if steps else 0.0
+    last = (max(ends, default=0.0), "", "")
+    for (moment, worker, version), following in itertools.pairwise([*pulls, last]):
+        held[worker] = version
+        if len(set(held.values())) > 1:
+            apart.append((moment, following[0]))
+    steps = list(itertools.pairwise(ends))
+    shares = [sum(max(0.0, min(b, d) - max(a, c)) for c, d in apart) / (b - a) for a, b in steps]
+    return sum(share >= DIFFERENT_MIN for share in shares) / len(steps) if steps else 0.0
 
 
 def mixed(database: sqlite3.Connection) -> int:

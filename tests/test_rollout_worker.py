@@ -340,8 +340,8 @@ async def test_an_evaluation_beside_other_work_is_greedy_and_scored(config: Conf
         await bench.end.send(wire.Evaluate(evaluation=3, version=BROKEN, prompts=prompts))
         await bench.end.until(lambda: len(bench.end.of(wire.EvaluationDone)) == 2)
         first, second = bench.end.of(wire.EvaluationDone)
-        assert first.accuracy == second.accuracy
-        assert 0 < first.accuracy <= 5 * 0.04 / 7
+        assert (first.score, first.accuracy) == (second.score, 0.0)
+        assert 0 < first.score <= 5 * 0.04 / 7
         assert first.num_prompts == 7
         (failed,) = bench.end.of(wire.EvaluationFailed)
         assert (failed.evaluation, "holds v0" in failed.reason) == (3, True)

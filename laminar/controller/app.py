@@ -55,6 +55,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         batch_groups=config.trainer.batch_prompts,
         local_batch_groups=config.local_batch_groups,
         buffer_groups_max=config.buffer_groups_max,
+        await_publication_s=config.rollout.await_publication_s,
         num_retries=config.rollout.num_retries,
         on_incomplete=config.buffer.on_incomplete,
         min_group_size=config.buffer.min_group_size,
@@ -251,7 +252,8 @@ class Application:
         elif isinstance(event, events.CheckpointSaved):
             self._effects.on_checkpoint_saved(event.step)
         elif isinstance(event, events.EvaluationFinished):
-            self._display.say(f"greedy accuracy {event.accuracy:.3f} on {event.num_prompts} held-out prompts")
+            text = f"greedy accuracy {event.accuracy:.3f}, mean reward {event.score:.3f}"
+            self._display.say(f"{text} on {event.num_prompts} held-out prompts")
 
     def _on_exit(self, name: str, code: int, last_lines: str) -> None:
         workers = [c for c in self._server.channels() if c.worker == name or c.worker.startswith(f"{name}/")]

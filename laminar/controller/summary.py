@@ -5,7 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from laminar.core.ledger import is_closed
-from laminar.core.records import Account, Evaluation, State
+from laminar.core.records import Account, State
 
 NUM_STEPS = 3  # rewards of single steps are noisy; the first and last few say more
 
@@ -36,15 +36,11 @@ def _outcome(database: sqlite3.Connection, state: State) -> list[str]:
         )
     done = {evaluation.name: evaluation for evaluation in state.evaluations if evaluation.done}
     if "before" in done:
-        after = _accuracy(done.get("after"))
-        lines.append(
-            f"greedy accuracy    {_accuracy(done['before'])} → {after}  (on {done['before'].num_prompts} held-out prompts)"
-        )
+        before, after = done["before"], done.get("after")
+        for name, key in (("greedy accuracy", "accuracy"), ("greedy reward", "score")):
+            then = f"{getattr(after, key):.3f}" if after else "–"
+            lines.append(f"{name:<18} {getattr(before, key):.3f} → {then}  (on {before.num_prompts} held-out prompts)")
     return lines
-
-
-def _accuracy(evaluation: Evaluation | None) -> str:
-    return f"{evaluation.accuracy:.3f}" if evaluation is not None else "–"
 
 
 def _speed(database: sqlite3.Connection, elapsed_s: float) -> list[str]:

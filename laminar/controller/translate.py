@@ -71,7 +71,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
         worker=o.worker, incarnation=o.incarnation, version=m.version, reason=m.reason
     ),
     wire.EvaluationDone: lambda m, o: events.EvaluationFinished(
-        evaluation=m.evaluation, accuracy=m.accuracy, num_prompts=m.num_prompts
+        evaluation=m.evaluation, accuracy=m.accuracy, score=m.score, num_prompts=m.num_prompts
     ),
     wire.EvaluationFailed: lambda m, o: events.EvaluationFailed(evaluation=m.evaluation, reason=m.reason),
     wire.TrainerReady: lambda m, o: events.TrainerRankReady(

@@ -50,7 +50,8 @@ class Core:
         state = self.state
         deadlines = [replica.deadline for replica in state.replicas.values() if replica.deadline]
         deadlines += state.silent.values()
-        deadlines += [record.deadline for record in state.versions[-1:] if record.deadline]
+        for record in state.versions[-1:]:
+            deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
         return min(deadlines, default=None)
 
     def snapshot(self) -> bytes:
@@ -143,6 +144,9 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         _lose(turn, worker, "its channel broke and did not come back")
     for replica in [r for r in state.replicas.values() if r.deadline and r.deadline <= turn.at]:
         fleet.lose(turn, replica, f"its pull of {replica.target} did not end")
+    for record in [r for r in state.versions[-1:] if r.awaited_until and r.awaited_until <= turn.at]:
+        record.awaited_until = 0.0
+        state.dirty.update(dict.fromkeys(state.replicas))
     for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
         versions.lose(turn, record.version, "no word from the relay in time")
 

@@ -66,7 +66,8 @@ def on_finished(turn: Turn, event: EvaluationFinished) -> None:
     for evaluation in turn.state.evaluations:
         if evaluation.id == event.evaluation and not evaluation.done:
             evaluation.done = True
-            evaluation.accuracy, evaluation.num_prompts = event.accuracy, event.num_prompts
+            evaluation.accuracy, evaluation.score = event.accuracy, event.score
+            evaluation.num_prompts = event.num_prompts
             _release(turn, evaluation)
 
 

@@ -145,6 +145,7 @@ class EvaluationFinished(Event, frozen=True, kw_only=True):
 
     evaluation: int
     accuracy: float
+    score: float = 0.0
     num_prompts: int
 
 

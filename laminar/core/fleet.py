@@ -165,6 +165,8 @@ def gate_is_open(turn: Turn) -> bool:
 def _may_admit(turn: Turn, replica: Replica) -> bool:
     if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent:
         return False
+    if replica.num_generating == 0 and versions.is_awaited(turn.state):
+        return False
     size = turn.settings.group_size
     has_room = replica.num_generating + size <= max(replica.num_requests_max, size)
     return has_room and (replica.admit_left > 0 or _begins_local_batch(turn, replica))

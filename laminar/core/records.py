@@ -141,6 +141,8 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     """How often the trainer was asked to publish it."""
     deadline: float = 0.0
     """When the publication has lasted too long; 0 = none is under way."""
+    awaited_until: float = 0.0
+    """Idle replicas wait for this publication until then; 0 = they do not."""
     published_at: float = 0.0
 
 
@@ -190,6 +192,9 @@ class Evaluation(msgspec.Struct, kw_only=True):
     worker: WorkerId | None = None
     done: bool = False
     accuracy: float = 0.0
+    """Share of the prompts with full reward."""
+    score: float = 0.0
+    """Mean reward."""
     num_prompts: int = 0
     num_failures: int = 0
 

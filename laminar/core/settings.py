@@ -35,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0
     """A pull that takes longer means that the replica hangs."""
+    await_publication_s: float = 0.0
+    """A replica with nothing running waits this long for a publication under way, rather than begin with older weights."""
     publish_timeout_s: float = 120.0
     """A publication that takes longer is given up; the next version serves."""
     drops_without_progress_max: int = 1024

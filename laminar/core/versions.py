@@ -61,8 +61,14 @@ def publish(turn: Turn) -> None:
         return
     record.num_tries += 1
     record.deadline = turn.at + turn.settings.publish_timeout_s
+    record.awaited_until = turn.at + turn.settings.await_publication_s if turn.settings.await_publication_s else 0.0
     turn.emit(PublishVersion(cause=turn.cause, version=record.version))
     turn.tell("publication started", story.version(record.version))
+
+
+def is_awaited(state: State) -> bool:
+    """Whether a replica with nothing running had better wait a moment for the newest weights."""
+    return bool(state.versions) and state.versions[-1].awaited_until > state.at
 
 
 def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
@@ -75,7 +81,7 @@ def on_ready(turn: Turn, event: VersionReady) -> None:
     record = find(turn.state, event.version)
     if record is None or record.ready:
         return
-    record.ready, record.lost, record.deadline = True, "", 0.0
+    record.ready, record.lost, record.deadline, record.awaited_until = True, "", 0.0, 0.0
     record.digest = event.digest
     record.published_at = turn.at
     turn.tell(f"published, {event.num_bytes} bytes, digest {event.digest}", story.version(event.version))
@@ -92,7 +98,8 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
     record = find(turn.state, version)
     if record is None or record.ready:
         return
-    record.lost, record.deadline = reason, 0.0
+    record.lost, record.deadline, record.awaited_until = reason, 0.0, 0.0
+    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
     turn.tell(f"publication failed: {reason}", story.version(version))
     publish(turn)
     if record.deadline:

@@ -1,4 +1,4 @@
-"""Greedy answers to held-out prompts, beside the training requests of the same engine, and their mean score."""
+"""Greedy answers to held-out prompts, beside the training requests of the same engine, and their scores."""
 
 import asyncio
 
@@ -48,14 +48,13 @@ class Evaluator:
         else:
             live.future.set_exception(EvaluationError(f"the engine ended a request with {output.finish_reason!r}"))
 
-    async def accuracy(self, prompts: list[wire.Prompt]) -> float:
-        """Mean score; a prompt that leaves no room for an answer, or whose score fails, counts 0.
+    async def scores(self, prompts: list[wire.Prompt]) -> list[float]:
+        """One score per prompt; a prompt that leaves no room for an answer, or whose score fails, counts 0.
 
         Raises EvaluationError when the engine fails, PromptError for a prompt that cannot be encoded.
         """
         encoded = [self._codec.encode(prompt) for prompt in prompts]
-        scores = await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
-        return sum(scores) / max(1, len(prompts))
+        return await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
 
     def _ask(self, prompt_tokens: list[int]) -> "asyncio.Future[list[int]] | None":
         if self._requests.num_tokens_max(len(prompt_tokens)) < 1:

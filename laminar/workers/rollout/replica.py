@@ -32,6 +32,7 @@ from laminar.workers.rollout.text import PromptError, TextCodec
 
 log = structlog.get_logger("laminar.rollout")
 
+FULL_REWARD = 1 - 1e-6
 REPORT_GAP_S = 0.02  # rewards that come one by one to an idle replica share a report
 QUIET_TIMEOUT_S = 60.0  # for aborted and evaluation requests to leave the engine before a refresh
 LEASE_WAIT_S = 5.0  # a refresh is ordered once the relay has the version; this covers a relay that was restarted
@@ -248,13 +249,17 @@ class Replica:
         try:
             if order.version != self.version or self._refreshing:
                 raise EvaluationError(self._wrong_version(order.version))
-            accuracy = await self._evaluator.accuracy(order.prompts)
+            scores = await self._evaluator.scores(order.prompts)
         except (EvaluationError, PromptError, ValueError) as error:
             self._link.send(wire.EvaluationFailed(evaluation=order.evaluation, reason=str(error)))
             return
         self._link.send(
             wire.EvaluationDone(
-                evaluation=order.evaluation, version=order.version, accuracy=accuracy, num_prompts=len(order.prompts)
+                evaluation=order.evaluation,
+                version=order.version,
+                accuracy=sum(score >= FULL_REWARD for score in scores) / max(1, len(scores)),
+                score=sum(scores) / max(1, len(scores)),
+                num_prompts=len(scores),
             )
         )
 

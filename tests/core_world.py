@@ -208,6 +208,7 @@ class World(Driver):
         self._take(self._begin())
         while not self.core.state.finished:
             assert self.seq < events_max, "the run does not end"
+            self.at += self.random.random() * 0.1
             if self.seq == self.stop_after:
                 self._take(self.send(events.StopRequested(reason="asked")))
                 continue

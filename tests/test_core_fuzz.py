@@ -18,6 +18,7 @@ SETTINGS = {
     "large": {"batch_groups": 4, "buffer_groups_max": 12, "local_batch_groups": 3},
     "sampler": {"custom_sampler": True},
     "sampler_evaluate": {"custom_sampler": True, "evaluate": True, "checkpoint_every": 2},
+    "awaits_publications": {"await_publication_s": 1.0, "evaluate": True},
     "few_prompts": {"num_prompts": 3},
 }
 

@@ -136,6 +136,35 @@ def test_the_readable_version_is_kept_however_many_are_lost_after_it():
     assert driver.generating("r0")
 
 
+def drained_during_publication() -> Driver:
+    """v1 is being published while the only replica has nothing left to generate."""
+    driver = started("r0", batch_groups=1, buffer_groups_max=4, local_batch_groups=1, steps=9, await_publication_s=2.0)
+    driver.ready(Version(0, 0))
+    driver.complete_all("r0")
+    driver.step_done()
+    driver.complete_all("r0")
+    assert driver.generating("r0") == []
+    return driver
+
+
+def test_a_drained_replica_waits_a_moment_for_the_version_under_way():
+    driver = drained_during_publication()
+    assert [a.version for a in of(driver.ready(Version(1, 0)), actions.PullWeights)] == [Version(1, 0)]
+
+
+def test_a_drained_replica_does_not_wait_longer_than_configured():
+    driver = drained_during_publication()
+    assert driver.core.next_deadline() == driver.at + 2.0
+    new = driver.send(events.TimerFired(), after=2.0)
+    assert [a.version for a in of(new, actions.StartGroup)] == [Version(0, 0)]
+
+
+def test_a_drained_replica_does_not_wait_for_a_version_that_was_lost():
+    driver = drained_during_publication()
+    new = lost(driver, Version(1, 0)) + lost(driver, Version(1, 0)) + lost(driver, Version(1, 0))
+    assert [a.version for a in of(new, actions.StartGroup)] == [Version(0, 0)]
+
+
 # ---- relay -------------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
     queued = _propose_queued(turn)
     if queued is not None:
         return queued
-    if not gate_is_open(turn):
+    if not (turn.state.dirty and gate_is_open(turn)):
         return None
     ready = [replica for replica in map(turn.state.replicas.__getitem__, turn.state.dirty) if _may_admit(turn, replica)]
     if not ready:
@@ -163,13 +163,14 @@ def gate_is_open(turn: Turn) -> bool:
 
 
 def _may_admit(turn: Turn, replica: Replica) -> bool:
+    size = turn.settings.group_size
+    if replica.num_generating + size > max(replica.num_requests_max, size):
+        return False  # the commonest reason comes first: this is asked of every dirty replica for every new group
     if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent:
         return False
     if replica.num_generating == 0 and versions.is_awaited(turn.state):
         return False
-    size = turn.settings.group_size
-    has_room = replica.num_generating + size <= max(replica.num_requests_max, size)
-    return has_room and (replica.admit_left > 0 or _begins_local_batch(turn, replica))
+    return replica.admit_left > 0 or _begins_local_batch(turn, replica)
 
 
 def _begins_local_batch(turn: Turn, replica: Replica) -> bool:

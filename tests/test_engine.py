@@ -128,6 +128,15 @@ async def running(path, **limits):
         await engine.stop()
 
 
+def forward_shapes(engine):
+    """[sequences, tokens] of every forward from now on, in order."""
+    shapes = []
+    engine._model._model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
 def assert_matches_plain_forward(model, requests, outputs, temperature=1.0):
     """Log-probs equal those of one teacher-forced forward over prompt + prefix + response."""
     for one, output in zip(requests, outputs, strict=True):
@@ -197,7 +206,11 @@ async def test_siblings_share_a_prefill_and_differ_by_seed(models):
         Request(key=key, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=12, seed=key)) for key in range(6)
     ]
     async with running(models("llama"), num_requests_max=8) as driver:
+        shapes = forward_shapes(driver.engine)
         outputs = await driver.run([*siblings, request(7, 4)])
+        assert (
+            sum(rows for rows, tokens in shapes if tokens > 1) <= 3
+        )  # the first may be prefilled before the others come
     assert len({tuple(output.tokens) for output in outputs[:6]}) == 6
     assert_matches_plain_forward(load(models("llama")), siblings, outputs[:6])
 
@@ -226,9 +239,12 @@ async def test_a_long_prompt_and_a_full_context_end_at_the_context_limit(models)
 
 async def test_many_prompts_beyond_one_prefill_are_all_served(models, monkeypatch):
     monkeypatch.setattr("laminar.workers.engines.embedded.PREFILL_TOKENS_MAX", 32)
-    requests = [request(key, 20 + key, max_tokens=4, temperature=0.0) for key in range(8)]
+    requests = [request(key, 10 + key, max_tokens=4, temperature=0.0) for key in range(8)]
     async with running(models("qwen3"), num_requests_max=8) as driver:
+        shapes = forward_shapes(driver.engine)
         outputs = await driver.run(requests)
+        assert len(shapes) > 8
+        assert all(rows * tokens <= 32 for rows, tokens in shapes if rows > 1)
     assert_matches_plain_forward(load(models("qwen3")), requests, outputs)
 
 
@@ -482,7 +498,7 @@ async def test_weights_that_are_not_numbers_fail_requests_and_good_weights_heal_
     async with running(models("qwen3")) as driver:
         await driver.run(requests)
         await driver.engine.load_weights(Version(1, 0), nan)
-        outputs = await driver.run(requests)
+        outputs = await driver.run([request(key, 20 + key, temperature=float(key % 2)) for key in range(4)])
         assert all(output.finish_reason.startswith("error: the model gave logits") for output in outputs)
         assert all(output.tokens == [] for output in outputs)
         await driver.engine.load_weights(Version(2, 0), snapshot_of(good))

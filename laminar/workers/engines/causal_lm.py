@@ -168,7 +168,7 @@ def _unsupported(model_path: str, reason: str) -> str:
 def _prefill_pattern(padding: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(query - key distance [1, L, L], allowed [batch, L, L]) of left-padded causal attention.
 
-    Pad tokens attend to themselves, since a softmax over nothing is not a number.
+    Pad tokens attend to themselves: with nothing to attend to, a mask that rounds to -inf in 16 bit gives NaN.
     """
     columns = torch.arange(num_tokens, device=padding.device)
     distance = (columns[:, None] - columns)[None]

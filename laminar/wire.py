@@ -9,7 +9,7 @@ Nothing here is pickled.
 """
 
 from array import array
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -453,6 +453,8 @@ class TokenRequest(msgspec.Struct, frozen=True, array_like=True):
     trajectories: list[TrajectoryId]
 
 
+Decoded = TypeVar("Decoded")
+
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(WorkerEnvelope)
 _token_request = msgspec.msgpack.Decoder(TokenRequest)
@@ -488,7 +490,7 @@ def decode_token_rows(body: bytes) -> list[TokenRow]:
         raise ProtocolError(f"malformed token rows: {error}") from error
 
 
-def _decode(decoder: Any, frame: bytes) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], frame: bytes) -> Decoded:
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(f"frame of {len(frame)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     try:

@@ -115,5 +115,6 @@ def _move(source: Load, destination: Load, kv_after: int, requests_after: int) -
         destination=destination.worker,
         kv_after=kv_after,
         requests_after=requests_after,
-        reason=f"left fullest: {kv_after} of {destination.kv_max} KV tokens, {requests_after} of {destination.requests_max} requests",
+        reason=f"left fullest: {kv_after} of {destination.kv_max} KV tokens, "
+        f"{requests_after} of {destination.requests_max} requests",
     )

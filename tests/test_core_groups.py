@@ -93,6 +93,7 @@ def test_infra_retries_are_bounded(num_retries):
     driver = started(num_retries=num_retries, steps=1)
     first, second = driver.generating("r0")[:2]
     for _ in range(num_retries + 1):
+        assert driver.core.state.trajectories[first].state == TrajectoryState.GENERATING
         driver.report("r0", fail={first: ("infra", "engine_error")})
     assert driver.core.state.trajectories[first].state == TrajectoryState.FAILED
     driver.report("r0", {second: 1}, finish=[second], reward={second: 1.0})
@@ -134,6 +135,16 @@ def test_a_group_below_min_group_size_is_dropped():
     )
     assert not driver.all(actions.StartTrainStep)
     assert dropped(driver)[0] == {"nan": 2, "incomplete_group": 1}
+
+
+def test_another_replica_may_take_the_place_of_a_dropped_group():
+    driver = started("r0", "r1", local_batch_groups=1, buffer_groups_max=2)
+    driver.complete_all("r1")
+    assert driver.generating("r1") == [], "one is buffered, one in flight"
+    driver.send(events.WorkerDisconnected(worker=WorkerId("r0"), incarnation=1))
+    here = driver.generating("r0")
+    new = driver.report("r0", fail=dict.fromkeys(here, ("data", "nan")))
+    assert [a.worker for a in of(new, actions.StartGroup)] == ["r1"]
 
 
 def test_drops_without_progress_end_the_run_and_name_the_reason():

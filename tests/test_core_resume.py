@@ -16,10 +16,8 @@ def data(driver: Driver) -> bytes:
     return driver.all(actions.SaveCheckpoint)[-1].data_state
 
 
-def resumed(before: Driver, boot: int = 2, **changes) -> Driver:
-    after = Driver(
-        before.core.settings, Core.resumed(msgspec.structs.replace(before.core.settings, **changes), data(before))
-    )
+def resumed(before: Driver, boot: int = 2) -> Driver:
+    after = Driver(before.core.settings, Core.resumed(before.core.settings, data(before)))
     after.start("r0", step=after.core.state.trainer.checkpoint, boot=boot)
     return after
 
@@ -54,6 +52,20 @@ def test_a_resumed_run_draws_the_interrupted_prompts_first_then_goes_on_in_order
     drawn = [prompts[group] for group in dict.fromkeys(trained)] + prompts_of(after)
     order = PromptPool()
     assert sorted(drawn) == sorted(draw(order, before.core.settings) for _ in drawn)
+
+
+def test_a_run_that_is_interrupted_twice_keeps_the_order_of_its_prompts():
+    before = stopped_run()
+    first = msgspec.msgpack.decode(data(before), type=DataState).prompts.returned
+    assert len(first) > 2
+    tight = msgspec.structs.replace(before.core.settings, buffer_groups_max=2)
+    after = Driver(tight, Core.resumed(tight, data(before)))
+    after.start("r0", step=1, boot=2)
+    after.complete_all("r0")
+    after.send(events.StopRequested(reason="again"))
+    after.step_done()
+    second = msgspec.msgpack.decode(data(after), type=DataState).prompts.returned
+    assert second == first[2:], "two were trained; of the rest those that generated come first"
 
 
 def test_the_ledger_stays_closed_across_a_resume_and_names_what_was_given_back():

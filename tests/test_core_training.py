@@ -258,6 +258,8 @@ def test_steps_that_the_restored_checkpoint_contains_are_not_redone():
     driver, before = interrupted()
     driver.restore_trainer(step=2)
     assert trained(driver)[3:] == [(3, 2, before[2][2])]
+    contained = driver.core.state.steps[2]
+    assert (contained.done, contained.attempt) == (True, 1)
 
 
 def test_answers_of_the_launch_that_died_change_nothing():

@@ -140,6 +140,7 @@ def forward_shapes(engine):
 def assert_matches_plain_forward(model, requests, outputs, temperature=1.0):
     """Log-probs equal those of one teacher-forced forward over prompt + prefix + response."""
     for one, output in zip(requests, outputs, strict=True):
+        assert output.finish_reason in ("stop", "length", "abort")
         given = one.prompt_tokens + one.prefix_tokens
         with torch.inference_mode():
             logits = model(torch.tensor([given + output.tokens])).logits[0, len(given) - 1 : -1]

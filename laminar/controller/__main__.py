@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import io
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,10 +13,11 @@ import msgspec
 from laminar import __version__, configfile, hosts
 from laminar.config import Config
 from laminar.controller import rundir
-from laminar.controller.plan import describe, plan
+from laminar.controller.plan import describe, plan, url_of
 from laminar.errors import ConfigError, LaminarError
 from laminar.plugins import load_object
 
+EXIT_INTERRUPTED = 130
 EPILOG = """\
 examples:
   python -m laminar.controller --cluster hosts.txt --config configs/quickstart/config.toml
@@ -35,11 +37,19 @@ Ctrl-C finishes the step, saves a checkpoint and stops everything; a second Ctrl
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 = completed or stopped on request, 1 = failed, 2 = wrong input."""
     options = _parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without → and – is no reason to fail
     try:
         return _run(options)
     except LaminarError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the run has its own handler
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # --dry-run | head
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -66,7 +76,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="configuration keys, for example trainer.lr=1e-5"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.resume and "=" in options.resume and not Path(options.resume).exists():
+        options.overrides.insert(0, options.resume)  # --resume run.steps=400: the latest run
+        options.resume = ""
+    return options
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -89,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> int:
     port = config.controller.port or "PORT"
-    processes = plan(config, machines, f"http://{config.controller.host}:{port}", resume)
+    processes = plan(config, machines, url_of(config.controller.host, port), resume)
     print(f"# {len(processes)} processes; each gets the run's token in LAMINAR_TOKEN\n{describe(processes)}\n")
     print(f"# configuration\n{configfile.dumps(config)}")
     return 0
@@ -100,8 +114,8 @@ def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "ru
     from laminar.tasks import datasets
 
     plan(config, machines, "", None)
+    sampler = _sampler(config.buffer.sampler)
     prompts = datasets.load(config.task)
-    sampler = load_object(config.buffer.sampler, "sampler")() if config.buffer.sampler != "fifo" else None
     resume = run.last_checkpoint() if run else None
     directory = run or rundir.create(config, hosts_text)
 
@@ -112,6 +126,24 @@ def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "ru
         return await application.run()
 
     return _run_loop(go)
+
+
+def _sampler(reference: str) -> Any:
+    """The user's sampler, or None for FIFO. Raises ConfigError for a class that cannot be one."""
+    if reference == "fifo":
+        return None
+    heading = f'buffer.sampler = "{reference}"'
+    factory = load_object(reference, "buffer.sampler")
+    try:
+        sampler = factory()
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ConfigError(
+            f"{heading}: making one without arguments failed: {type(error).__name__}: {error}; see docs/samplers.md"
+        ) from error
+    missing = [name for name in ("select", "state", "load_state") if not callable(getattr(sampler, name, None))]
+    if missing:
+        raise ConfigError(f"{heading} has no method {', '.join(missing)}; see docs/samplers.md for the three it needs")
+    return sampler
 
 
 def _run_loop(go: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -6,7 +6,9 @@ Whatever ends the run, no child process and no shared memory is left.
 """
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -21,8 +23,8 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.launch import Launcher
-from laminar.controller.plan import plan
-from laminar.controller.rundir import RunDirectory, write_token
+from laminar.controller.plan import plan, url_of
+from laminar.controller.rundir import RunDirectory, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Channel, Server
 from laminar.controller.summary import summarize
@@ -55,6 +57,11 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         batch_groups=config.trainer.batch_prompts,
         local_batch_groups=config.local_batch_groups,
         buffer_groups_max=config.buffer_groups_max,
+        refresh_policy=config.rollout.refresh_policy,
+        draining_share=config.rollout.draining_share,
+        repack_interval_s=config.repack.interval_s if config.repack.enabled else 0.0,
+        repack_kv_share=config.repack.kv_share,
+        repack_requests_max=config.repack.requests_max,
         await_publication_s=config.rollout.await_publication_s,
         num_retries=config.rollout.num_retries,
         on_incomplete=config.buffer.on_incomplete,
@@ -93,7 +100,10 @@ class Application:
         for left in paths.sweep():
             print(f"removed {left}, left behind by a run that was killed", flush=True)
         core = self._core()
-        self._open(core)
+        try:
+            self._open(core)
+        except OSError as error:
+            raise StartError(f"cannot write the run's directory {self._run.path}: {error}") from error
         outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
         try:
             await self._start()
@@ -101,6 +111,8 @@ class Application:
         finally:
             await self._close()
         self._display.say(summarize(self._run.path, core.state, time.monotonic() - self._began))
+        if outcome.ok and self._log.failure is not None:
+            outcome = self._unwritable()
         if not outcome.ok:
             self._display.say(f"\nthe run failed: {outcome.reason}\nlogs: {self._run.logs}")
         return EXIT_OK if outcome.ok else EXIT_FAILED
@@ -122,7 +134,7 @@ class Application:
         self._log = EventLog(run.database, config.controller.log_commit_s, lambda: self._tokens.sync())
         resumed = core.state.trainer.step
         self._boot = self._log.begin_boot(time.time(), os.getpid(), socket.gethostname(), resumed)
-        self._run_id = f"{run.name[:40]}-{os.getpid()}-{self._boot}"
+        self._run_id = f"{re.sub('[^A-Za-z0-9_]', '_', run.name[:40])}-{os.getpid()}-{self._boot}"
         self._tokens = TokenStore(run.tokens, self._boot)
         self._runtime = Runtime(core, self._log, run.logs)
         token = write_token(run)
@@ -174,8 +186,8 @@ class Application:
         self._log.start(self._server.acknowledge)
         self._runtime.start()
         await self._server.start(config.controller.host, config.controller.port)
-        url = f"http://{config.controller.host}:{self._server.port}"
-        (self._run.path / "url").write_text(url)
+        url = url_of(config.controller.host, self._server.port)
+        write_url(self._run, url)
         self._runtime.post(events.RunStarted(boot=self._boot, branch_floor=self._boot - 1 if self._resume else 0))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -194,15 +206,24 @@ class Application:
         while not finished.done():
             await asyncio.wait([finished], timeout=REFRESH_S)
             self._display.refresh()
-            self._check_disk()
+            if self._log.failure is not None:
+                return self._unwritable()
             if deadline and time.monotonic() > deadline:
                 deadline = 0.0
                 self._check_started()
+        if self._log.failure is not None:
+            return self._unwritable()
+        if error := finished.exception():
+            reason = f"the controller failed: {type(error).__name__}: {error}; its state is dumped beside the logs"
+            return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
         return finished.result()
 
-    def _check_disk(self) -> None:
-        if self._log.failure is not None:
-            raise StartError(f"the event log {self._run.database} cannot be written: {self._log.failure}")
+    def _unwritable(self) -> actions.FinishRun:
+        reason = (
+            f"the event log {self._run.database} cannot be written: {self._log.failure}; "
+            "make room on its disk, then resume from the last checkpoint"
+        )
+        return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 
     def _check_started(self) -> None:
         missing = [name for name, count in self._expected.items() if not self._has_joined(name, count)]
@@ -271,7 +292,7 @@ class Application:
             self._post(events.StopRequested(reason=f"stopped by {name}"))
             return
         self._launcher.kill()
-        paths.remove(paths.shm_directory(self._run_id))
+        self._leave_nothing()
         os._exit(EXIT_INTERRUPTED)
 
     def _status(self) -> dict[str, object]:
@@ -302,10 +323,14 @@ class Application:
         await self._launcher.stop()
         await self._runtime.close()
         await self._server.close()
+        self._leave_nothing()
         self._log.close()
-        self._tokens.close()
-        self._telemetry.close()
+        with contextlib.suppress(OSError):  # a full disk; the log has the error already
+            self._tokens.close()
+            self._telemetry.close()
         self._display.close()
+
+    def _leave_nothing(self) -> None:
         paths.remove(paths.shm_directory(self._run_id))
         self._run.token.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
 
+import contextlib
 import time
 from typing import Protocol
 
@@ -54,10 +55,11 @@ class PlainDisplay:
         self._state, self._telemetry, self._steps = state, telemetry, steps
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # the reader of the pipe is gone; that is no reason to end the run
+            print(text, flush=True)
 
     def on_step(self) -> None:
-        print(step_line(self._telemetry.history[-1], self._steps, self._state), flush=True)
+        self.say(step_line(self._telemetry.history[-1], self._steps, self._state))
 
     def refresh(self) -> None:
         """Nothing moves in a log."""

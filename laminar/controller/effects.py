@@ -4,6 +4,7 @@ Every long action becomes one message on the worker's ordered channel, which is 
 the worker's answer, or `WorkerLost` when there is none to be had. So nothing here waits.
 """
 
+import asyncio
 import json
 import shutil
 import time
@@ -147,31 +148,35 @@ class Effects:
     def on_checkpoint_saved(self, step: int) -> None:
         """Note it, and delete checkpoints that are older than the last few."""
         self._log.write("UPDATE checkpoints SET saved_at = ? WHERE step = ?", (time.time(), step))
-        for old in complete_checkpoints(self._checkpoints)[: -self._keep_last]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in complete_checkpoints(self._checkpoints)[: -max(1, self._keep_last)]:
+            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, old, True)  # large files take seconds
 
     # ---- sampler -------------------------------------------------------------------------------------------
 
     def _ask_sampler(self, action: actions.AskSampler) -> None:
-        assert self._sampler is not None
-        began = time.perf_counter()
+        sampler, method = self._sampler, "load_state"
+        assert sampler is not None
         try:
             if not self._sampler_loaded and action.state:
-                self._sampler.load_state(msgspec.msgpack.decode(action.state))
+                sampler.load_state(msgspec.msgpack.decode(action.state))
             self._sampler_loaded = True
-            began = time.perf_counter()
-            chosen = list(self._sampler.select(action.view, action.num_groups))
-            elapsed_ms = 1e3 * (time.perf_counter() - began)
-            state = msgspec.msgpack.encode(self._sampler.state())
-            chosen = msgspec.convert(chosen, list[int])
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is named, and policy decides
-            name = type(self._sampler).__name__
-            fault = f"{name} raised {type(error).__name__}: {error}"
-            self._runtime.post(events.SamplerAnswered(request=action.request, error=fault))
+            began, method = time.perf_counter(), "select"
+            chosen = sampler.select(action.view, action.num_groups)
+            elapsed_ms, method = 1e3 * (time.perf_counter() - began), "state"
+            state = msgspec.msgpack.encode(sampler.state())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; policy decides
+            self._answer(action, error=f"{type(sampler).__name__}.{method} raised {type(error).__name__}: {error}")
             return
-        self._runtime.post(
-            events.SamplerAnswered(request=action.request, groups=chosen, elapsed_ms=elapsed_ms, state=state)  # type: ignore[arg-type]
-        )
+        try:
+            groups = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[int])
+        except msgspec.ValidationError:
+            fault = f"{type(sampler).__name__}.select returned {_shown(chosen)}, expected a list of group ids"
+            self._answer(action, error=fault)
+            return
+        self._answer(action, groups=groups, elapsed_ms=elapsed_ms, state=state)
+
+    def _answer(self, action: actions.AskSampler, **answer: Any) -> None:
+        self._runtime.post(events.SamplerAnswered(request=action.request, **answer))
 
     # ---- records -------------------------------------------------------------------------------------------
 
@@ -196,6 +201,12 @@ class Effects:
     def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))
         self._alarm(action.name, action.text)
+
+
+def _shown(value: object) -> str:
+    """What a value is, in a few words; its repr may be long, or user code that raises."""
+    inner = f" of {type(value[0]).__name__}" if isinstance(value, list) and value else ""
+    return f"a {type(value).__name__}{inner}"
 
 
 def _text(version: object) -> str | None:

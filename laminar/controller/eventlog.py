@@ -5,13 +5,17 @@ Invariants:
 * Token segments named by an event are on disk before the event commits (`before_commit`).
 * `durable` only grows; waiters of `when_durable(seq)` wake when it reaches their seq.
 * A failed write is never hidden: `failure` holds it, waiters get it, nothing later is called durable.
+* One controller per run: `run.lock` beside the database is held for the life of the process (flock, so it dies with it).
 
 Tables: `boots`, `events`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`, `alarms`: see SCHEMA.
 Any SQLite client reads them, also while the run goes on.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import heapq
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -42,12 +46,16 @@ CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 
 
+LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
+
+
 class EventLog:
     """Owns `run.db`. All methods are called from the event loop; one thread writes."""
 
     def __init__(self, path: Path, commit_s: float, before_commit: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self.failure: Exception | None = None
+        """Why the log cannot be written; final."""
         self.durable = 0
         """Highest event seq on disk."""
         self._commit_s = commit_s
@@ -64,21 +72,47 @@ class EventLog:
         self._on_durable: Callable[[int], None] = lambda seq: None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock_file = -1
 
     def begin_boot(self, started: float, pid: int, host: str, resumed_step: int) -> int:
-        """Open the database and take the next boot number, durably. Raises StartError if the file cannot be used."""
+        """Take the run for this process and the next boot number, durably. Raises StartError if that is impossible."""
+        self._take_lock(pid, host)
         try:
-            with sqlite3.connect(self.path) as database:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
                 _prepare(database)
                 row = database.execute("SELECT coalesce(max(boot), 0) + 1 FROM boots").fetchone()
                 self._boot = int(row[0])
                 database.execute(
                     "INSERT INTO boots VALUES (?, ?, ?, ?, ?)", (self._boot, started, pid, host, resumed_step)
                 )
-            database.close()
         except sqlite3.Error as error:
-            raise StartError(f"cannot use the run's database {self.path}: {error}") from error
+            self._release_lock()
+            raise StartError(
+                f"cannot use the run's database {self.path}: {error}; "
+                "free its disk or restore the file, or start a new run under another run.name"
+            ) from error
         return self._boot
+
+    def _take_lock(self, pid: int, host: str) -> None:
+        path = self.path.with_suffix(".lock")
+        try:
+            self._lock_file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock_file, 256, 0).decode(errors="replace").strip() or "another process"
+            self._release_lock()
+            raise StartError(
+                f"the run {self.path.parent} is in use by the controller {holder}; stop that one, or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise StartError(f"cannot lock the run with {path}: {error.strerror}") from error
+        os.ftruncate(self._lock_file, 0)
+        os.pwrite(self._lock_file, f"with pid {pid} on {host}\n".encode(), 0)
+
+    def _release_lock(self) -> None:
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
 
     def start(self, on_durable: Callable[[int], None]) -> None:
         """Start the writer; `on_durable(seq)` is called on the loop after each commit."""
@@ -114,27 +148,28 @@ class EventLog:
         await waiter
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Commit what is queued and stop the writer."""
+        """Commit what is queued, stop the writer, give the run free. What went wrong is in `failure`."""
         self._closing = True
         self._hurry.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self.failure = TimeoutError(f"the disk did not take the last events within {timeout_s:g} s")
+        self._release_lock()
 
     # ---- writer thread -------------------------------------------------------------------------------------
 
     def _write_forever(self) -> None:
-        assert self._loop is not None
         try:
-            database = sqlite3.connect(self.path)
-            _prepare(database)
-            while not self._closing or self._pending:
-                self._wait()
-                seq = self._commit(database)
-                self._tell(self._advance, seq)
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            database.close()
-        except (sqlite3.Error, OSError) as error:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database:
+                _prepare(database)
+                while not self._closing or self._pending:
+                    self._wait()
+                    self._tell(self._advance, self._commit(database))
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except Exception as error:  # noqa: BLE001 - a thread that died in silence would let everyone wait for ever
+            self.failure = error
             self._tell(self._fail, error)
 
     def _wait(self) -> None:
@@ -157,7 +192,7 @@ class EventLog:
 
     def _tell(self, function: Callable[..., None], argument: Any) -> None:
         assert self._loop is not None
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, argument)
 
     def _advance(self, seq: int) -> None:
@@ -171,7 +206,6 @@ class EventLog:
         self._on_durable(seq)
 
     def _fail(self, error: Exception) -> None:
-        self.failure = error
         for _, _, waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(error)

@@ -2,7 +2,8 @@
 
 Every process has its own session and a log file `logs/<name>.log`. `on_exit(name, code, last lines)` is called once for
 each that ends before it was told to. `stop` leaves no process behind: asked by message, then SIGTERM, then SIGKILL,
-descendants included.
+descendants included. They are known by the run's token in their environment, also when their parent is dead and they are
+in sessions of their own (torchrun's ranks).
 """
 
 import asyncio
@@ -19,9 +20,11 @@ from laminar.errors import StartError
 
 logger = structlog.get_logger(__name__)
 
+TOKEN, NAME = "LAMINAR_TOKEN", "LAMINAR_PROCESS"  # environment of every process of a run
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
 LAST_LINES = 15
+KILL_ROUNDS = 2  # the second meets what the first saw being born
 
 
 class Launcher:
@@ -33,7 +36,6 @@ class Launcher:
         self._on_exit = on_exit
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._descendants: dict[str, list[psutil.Process]] = {}
         self._stopping = False
         self._given_up: set[str] = set()
 
@@ -46,7 +48,7 @@ class Launcher:
         """Start one process. Raises StartError if that is impossible."""
         log = self.log_path(process.name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **process.environment, "LAMINAR_TOKEN": self._token}
+        environment = {**os.environ, **process.environment, TOKEN: self._token, NAME: process.name}
         try:
             with log.open("ab") as output:
                 child = await asyncio.create_subprocess_exec(
@@ -58,7 +60,9 @@ class Launcher:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise StartError(f"cannot start {process.name}: {error.strerror}: {process.command[0]}") from error
+            raise StartError(
+                f"cannot start {process.name}: {error.strerror}: {error.filename or process.command[0]} (its log: {log})"
+            ) from error
         self._children[process.name] = child
         self._watchers[process.name] = asyncio.create_task(
             self._watch(process.name, child), name=f"watch-{process.name}"
@@ -84,44 +88,66 @@ class Launcher:
         return "\n".join(text.rstrip().splitlines()[-LAST_LINES:])
 
     def give_up(self, name: str) -> None:
-        """Kill one process and what it started; its end is no news."""
-        child = self._children.get(name)
-        if child is not None and child.returncode is None:
+        """Kill the process of a worker (``trainer-0/1`` is one of ``trainer-0``'s) and what it started; its end is no news."""
+        name, _, _ = name.partition("/")
+        if name in self._children:
             self._given_up.add(name)
-            _kill(self._tree(name))
+            _kill(self._processes(name))
 
     async def stop(self) -> None:
         """Wait for processes that were asked to stop, then insist."""
         self._stopping = True
-        trees = [process for name in self.alive for process in self._tree(name)]
         await self._wait(ASKED_S)
-        for process in _living(trees):
+        left = self._processes()
+        for process in left:
             _signal(process, signal.SIGTERM)
-        await self._wait(TERMINATED_S if _living(trees) else 0.0)
-        self.kill(trees)
+        await self._wait(TERMINATED_S)
+        await asyncio.to_thread(psutil.wait_procs, self._strangers(left), TERMINATED_S)
+        self.kill()
         await self._wait(TERMINATED_S)
 
-    def kill(self, known: list[psutil.Process] = ()) -> None:  # type: ignore[assignment]
+    def kill(self) -> None:
         """End everything at once."""
         self._stopping = True
-        _kill([*known, *(process for name in self.alive for process in self._tree(name))])
+        for _ in range(KILL_ROUNDS):
+            _kill(self._processes())
 
     async def _wait(self, timeout_s: float) -> None:
         running = [task for task in self._watchers.values() if not task.done()]
-        if running and timeout_s:
+        if running:
             await asyncio.wait(running, timeout=timeout_s)
 
-    def _tree(self, name: str) -> list[psutil.Process]:
-        """The process and its descendants now: torchrun puts its ranks into sessions of their own."""
+    def _strangers(self, processes: list[psutil.Process]) -> list[psutil.Process]:
+        """Those that are not our own children: the event loop alone may wait for these."""
+        own = {child.pid for child in self._children.values()}
+        return [process for process in processes if process.pid not in own]
+
+    def _processes(self, name: str | None = None) -> list[psutil.Process]:
+        """Everything that runs now of one process or of all: what we started and whatever that started."""
+        roots = [child.pid for key, child in self._children.items() if name in (None, key) and child.returncode is None]
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            if process.pid in roots or self._is_descendant(process, name):
+                found[process.pid] = process
+        return _living(list(found.values()))
+
+    def _is_descendant(self, process: psutil.Process, name: str | None) -> bool:
         try:
-            root = psutil.Process(self._children[name].pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            environment = process.environ()
+        except (psutil.Error, OSError):  # ended, or somebody else's
+            return False
+        return environment.get(TOKEN) == self._token and name in (None, environment.get(NAME))
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    living = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -26,6 +26,12 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     """Channels that it opens."""
 
 
+def url_of(host: str, port: int | str) -> str:
+    """Where workers on this machine reach a controller that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
 def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> list[Process]:
     """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
     _require_supported(hosts)

@@ -1,6 +1,7 @@
 """The directory that a run leaves (design §6): making it, finding it again, its token."""
 
 import os
+import re
 import secrets
 import time
 from pathlib import Path
@@ -10,6 +11,9 @@ import msgspec
 from laminar import configfile
 from laminar.config import Config
 from laminar.errors import ConfigError, StartError
+
+SHORT_CHARACTERS_MAX = 40  # of the data set's name in a run's name
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 class RunDirectory:
@@ -63,10 +67,12 @@ class RunDirectory:
 def create(config: Config, hosts_text: str) -> RunDirectory:
     """Make the directory of a new run. Raises ConfigError if the name is taken, StartError if it cannot be written."""
     name = config.run.name or f"{_short(config.task.dataset)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if "/" in name or name in (".", ".."):
-        raise ConfigError(f"run.name = {name!r}: a plain directory name is expected")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name = {name!r}: a plain directory name is expected: letters, digits, '.', '_' and '-', not a dot first"
+        )
     run = RunDirectory((Path(config.run.dir) / name).absolute())
-    if run.database.exists():
+    if os.path.lexists(run.database):
         raise ConfigError(f"the run {run.path} exists; resume it with --resume {run.path}, or choose another run.name")
     resolved = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
     _write(run, resolved, hosts_text)
@@ -92,9 +98,9 @@ def latest(directory: Path) -> Path:
 
 
 def _short(dataset: str) -> str:
-    return (
-        Path(dataset).stem if "/" in dataset or dataset.endswith((".jsonl", ".parquet")) else dataset.rpartition(":")[2]
-    )
+    is_file = "/" in dataset or dataset.endswith((".jsonl", ".parquet"))
+    name = Path(dataset).stem if is_file else dataset.rpartition(":")[2]
+    return re.sub("[^A-Za-z0-9_-]", "_", name)[:SHORT_CHARACTERS_MAX]
 
 
 def _write(run: RunDirectory, config: Config, hosts_text: str) -> None:
@@ -108,13 +114,21 @@ def _write(run: RunDirectory, config: Config, hosts_text: str) -> None:
 
 
 def write_token(run: RunDirectory) -> str:
-    """A new secret for this process's channels, readable by this user only."""
+    """A new secret for this process's channels, readable by this user only. OSError if it cannot be written."""
     token = secrets.token_urlsafe(32)
     run.token.unlink(missing_ok=True)
     descriptor = os.open(run.token, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(token)
     return token
+
+
+def write_url(run: RunDirectory, url: str) -> None:
+    """Where the controller is reached, for consoles. Raises StartError if it cannot be written."""
+    try:
+        (run.path / "url").write_text(url)
+    except OSError as error:
+        raise StartError(f"cannot write {run.path / 'url'}: {error.strerror}") from error
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

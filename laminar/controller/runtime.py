@@ -4,8 +4,10 @@
                      ▲                                                    │ durable_first: wait for the disk
                      └────────── exactly one terminal event ◄─────────────┘
 
-Invariants: events are numbered and logged before the core sees them; an effect that posts an event never re-enters the core;
-a core that raises dumps its state and ends the run.
+Invariants:
+* Events are numbered and logged before the core sees them; an effect that posts an event never re-enters the core.
+* Actions are performed in the order in which the core gave them, each once; one that waits for the disk holds up the later ones.
+* A core or an effect that raises dumps the state and ends the run, and no action is performed after that.
 """
 
 import asyncio
@@ -42,6 +44,7 @@ class Runtime:
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[actions.AnyAction] = deque()
+        self._releasing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._wall = time.time() - time.monotonic()
 
@@ -86,8 +89,7 @@ class Runtime:
         self._draining = True
         try:
             while self._inbox:
-                self._handle(self._inbox[0])
-                self._inbox.popleft()
+                self._handle(self._inbox.popleft())
         except Exception as error:  # noqa: BLE001 - whatever it is, the core's state is not to be trusted any more
             self.crash(error)
         finally:
@@ -97,11 +99,18 @@ class Runtime:
     def crash(self, error: Exception) -> None:
         """A broken controller does not limp: the state is dumped and the run ends with `error`."""
         self._inbox.clear()
-        path = self._dump_directory / f"core-dump-{self.core.state.seq}.msgpack"
-        path.write_bytes(self.core.snapshot())
-        logger.error("controller.crashed", state=str(path), exc_info=error)
+        self._waiting.clear()
         if not self.finished.done():
             self.finished.set_exception(error)
+        logger.error("controller.crashed", state=self._dump(), exc_info=error)
+
+    def _dump(self) -> str:
+        path = self._dump_directory / f"core-dump-{self.core.state.seq}.msgpack"
+        try:
+            path.write_bytes(self.core.snapshot())
+        except (OSError, TypeError, ValueError) as error:  # a full disk, or a state that is no data any more
+            return f"not written: {error}"
+        return str(path)
 
     @property
     def crashed(self) -> bool:
@@ -119,27 +128,39 @@ class Runtime:
     # ---- effects -------------------------------------------------------------------------------------------
 
     def _dispatch(self, action: actions.AnyAction) -> None:
-        if isinstance(action, actions.FinishRun):
-            if not self.finished.done():
-                self.finished.set_result(action)
-        elif self._waiting or (action.durable_first and action.cause > self._log.durable):
-            self._wait_for_disk(action)
+        if self.crashed:
+            return
+        if self._waiting or self._must_wait(action):
+            self._waiting.append(action)
+            if not self._releasing:
+                self._releasing = True
+                self._own(self._release_waiting(), "durable")
         else:
-            self.perform(action)
+            self._execute(action)
 
-    def _wait_for_disk(self, action: actions.AnyAction) -> None:
-        """Actions keep their order: later ones queue behind one that waits for the disk."""
-        self._waiting.append(action)
-        if len(self._waiting) == 1:
-            self._own(self._release_waiting(), "durable")
+    def _must_wait(self, action: actions.AnyAction) -> bool:
+        return action.durable_first and action.cause > self._log.durable
+
+    def _execute(self, action: actions.AnyAction) -> None:
+        if not isinstance(action, actions.FinishRun):
+            self.perform(action)
+        elif not self.finished.done():
+            self.finished.set_result(action)
 
     async def _release_waiting(self) -> None:
-        while self._waiting:
-            action = self._waiting[0]
-            if action.durable_first:
-                await self._log.when_durable(action.cause)
-            self._waiting.popleft()
-            self.perform(action)
+        """Let actions through as the disk allows; an action leaves the queue when it is done, so that none overtakes it."""
+        try:
+            while self._waiting:
+                if self._must_wait(self._waiting[0]):
+                    await self._log.when_durable(self._waiting[0].cause)
+                if self._waiting:
+                    self._execute(self._waiting[0])
+                if self._waiting:
+                    self._waiting.popleft()
+        except Exception as error:  # noqa: BLE001 - the log's failure or an effect's: nothing may follow it
+            self.crash(error)
+        finally:
+            self._releasing = False
 
     # ---- time ----------------------------------------------------------------------------------------------
 

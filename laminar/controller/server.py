@@ -2,16 +2,20 @@
 
 Every route needs the run's token. One `Channel` per worker name; a reconnect of the same process continues its session, a new
 process (higher incarnation) replaces it. Frames are acknowledged only when the event made of them is on disk.
+
+Invariants: a connection that ends, for whatever reason, is reported broken unless a newer one took its place or the worker
+said goodbye; a peer that neither reads nor writes cannot delay that, nor the end of the run.
 """
 
 import asyncio
+import contextlib
 import hmac
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import structlog
-from aiohttp import WSMsgType, web
+from aiohttp import WebSocketError, WSMessage, WSMsgType, web
 
 from laminar import wire
 from laminar.channel import Session
@@ -23,7 +27,8 @@ logger = structlog.get_logger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # a peer that opens a channel and says nothing is not a worker
 ACKNOWLEDGE_EVERY = 64  # frames; more often is left to the heartbeat and to frames that go out anyway
-OUTGOING_FRAMES_MAX = 100_000  # a worker that does not read for so long is lost
+OUTGOING_FRAMES_MAX = 100_000  # a worker that does not read for so long has lost its connection
+CLOSE_TIMEOUT_S = 2.0  # for the peer's closing frame; after it the socket is just dropped
 
 
 class Channel:
@@ -37,20 +42,22 @@ class Channel:
         self.undurable: deque[tuple[int, int]] = deque()
         """(event seq, frame number) of frames that are not acknowledged yet."""
         self.socket: web.WebSocketResponse | None = None
+        self.transport: asyncio.Transport | None = None
         self.outgoing: asyncio.Queue[bytes] = asyncio.Queue(OUTGOING_FRAMES_MAX)
         self.said_goodbye = False
         self.told = 0
         """Highest acknowledgement that was sent."""
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame for the present connection, if there is one."""
+        """Queue a frame for the present connection, if there is one. If it takes none any more it is cut."""
         if self.socket is None:
             return
         try:
             self.outgoing.put_nowait(frame)
         except asyncio.QueueFull:
-            logger.warning("channel.full", worker=self.worker)
-            self.socket = None
+            if self.transport is not None and not self.transport.is_closing():
+                logger.warning("channel.full", worker=self.worker, frames=OUTGOING_FRAMES_MAX)
+                self.transport.abort()
 
 
 class Server:
@@ -94,9 +101,8 @@ class Server:
     async def close(self) -> None:
         """Close all connections."""
         self._closing = True
-        for channel in self._channels.values():
-            if channel.socket is not None:
-                await channel.socket.close()
+        sockets = [channel.socket for channel in self._channels.values() if channel.socket is not None]
+        await asyncio.gather(*(_close(socket) for socket in sockets))
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -142,7 +148,7 @@ class Server:
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             return web.json_response({"error": "the run's token is needed: Authorization: Bearer <token>"}, status=401)
         response: web.StreamResponse = await handler(request)
         return response
@@ -166,27 +172,30 @@ class Server:
         await socket.prepare(request)
         try:
             channel = await self._greet(socket)
-        except (ProtocolError, TimeoutError) as error:
+        except (ProtocolError, TimeoutError, ConnectionError) as error:
             logger.warning("channel.refused", peer=request.remote, reason=str(error) or "no Hello in time")
-            await socket.close(message=b"bad hello")
+            await _close(socket)
             return socket
         if channel is not None:
             await self._serve(channel, socket)
         return socket
 
     async def _greet(self, socket: web.WebSocketResponse) -> Channel | None:
-        frame = await asyncio.wait_for(socket.receive_bytes(), HELLO_TIMEOUT_S)
-        hello = wire.decode_from_worker(frame).message
+        frame = await asyncio.wait_for(socket.receive(), HELLO_TIMEOUT_S)
+        hello = wire.decode_from_worker(_binary(frame)).message
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"the first frame is a {type(hello).__name__}, not a Hello")
         reason = self._reason_to_refuse(hello)
         if reason:
+            logger.warning("channel.refused", worker=hello.worker, reason=reason)
             await socket.send_bytes(wire.encode(wire.ControllerEnvelope(0, 0, wire.Refused(reason=reason))))
-            await socket.close()
+            await _close(socket)
             return None
         known = self._channels.get(hello.worker)
         returning = known is not None and known.incarnation == hello.incarnation
         channel = known if known is not None and returning else Channel(hello)
+        if known is not None and not returning:
+            known.put(known.session.unreliable(wire.Stop(reason="a newer process of this name is here")))
         self._channels[hello.worker] = channel
         welcome = wire.Welcome(
             protocol=wire.PROTOCOL,
@@ -195,14 +204,19 @@ class Server:
             received=channel.session.received,
             config=self._config,
         )
-        await socket.send_bytes(channel.session.unreliable(welcome))
-        channel.outgoing = asyncio.Queue(OUTGOING_FRAMES_MAX)
-        channel.socket = socket
-        for kept in channel.session.resend(hello.received):
-            channel.put(kept)
+        await asyncio.wait_for(socket.send_bytes(channel.session.unreliable(welcome)), HELLO_TIMEOUT_S)
+        self._attach(channel, socket, hello)
         if returning:
             self.on_returned(channel)
         return channel
+
+    def _attach(self, channel: Channel, socket: web.WebSocketResponse, hello: wire.Hello) -> None:
+        """From now on frames go to this connection, first those that the worker has not received."""
+        channel.outgoing = asyncio.Queue(OUTGOING_FRAMES_MAX)
+        channel.socket, channel.transport = socket, _transport(socket)
+        # What a worker received from an earlier boot says nothing about this controller's frames.
+        for kept in channel.session.resend(hello.received if hello.boot == self._boot else 0):
+            channel.put(kept)
 
     def _reason_to_refuse(self, hello: wire.Hello) -> str:
         fenced, why = self._fenced.get(hello.worker, (-1, ""))
@@ -220,20 +234,21 @@ class Server:
         return ""
 
     async def _serve(self, channel: Channel, socket: web.WebSocketResponse) -> None:
-        sender = asyncio.create_task(self._send(channel, socket), name=f"send-{channel.worker}")
+        sending = self._send(channel, socket, channel.outgoing)
+        sender = asyncio.create_task(sending, name=f"send-{channel.worker}")
         reason = "closed"
         try:
             reason = await self._receive(channel, socket)
         finally:
             sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-            await socket.close()
             if channel.socket is socket:
-                channel.socket = None
+                channel.socket = channel.transport = None
                 current = self._channels.get(channel.worker) is channel
                 if current and not channel.said_goodbye and not self._closing:
                     logger.warning("channel.broken", worker=channel.worker, reason=reason)
                     self.on_broken(channel)
+            await asyncio.gather(sender, return_exceptions=True)
+            await _close(socket)
 
     async def _receive(self, channel: Channel, socket: web.WebSocketResponse) -> str:
         while channel.socket is socket:
@@ -241,10 +256,10 @@ class Server:
                 frame = await asyncio.wait_for(socket.receive(), self._timeout_s)
             except TimeoutError:
                 return f"silent for {self._timeout_s:g} s"
-            if frame.type != WSMsgType.BINARY:
-                return "closed by the worker"
             try:
-                self._take(channel, wire.decode_from_worker(frame.data))
+                self._take(channel, wire.decode_from_worker(_binary(frame)))
+            except ConnectionError as error:
+                return str(error)
             except ProtocolError as error:
                 logger.error("channel.protocol", worker=channel.worker, error=str(error))
                 self.on_message(channel, wire.WorkerFailed(reason=f"protocol error: {error}"))
@@ -258,10 +273,10 @@ class Server:
             return
         channel.said_goodbye |= isinstance(envelope.message, wire.Goodbye)
         seq = self.on_message(channel, envelope.message)
-        channel.undurable.append((seq, envelope.number))
+        if envelope.number:
+            channel.undurable.append((seq, envelope.number))
 
-    async def _send(self, channel: Channel, socket: web.WebSocketResponse) -> None:
-        outgoing = channel.outgoing
+    async def _send(self, channel: Channel, socket: web.WebSocketResponse, outgoing: "asyncio.Queue[bytes]") -> None:
         while True:
             try:
                 frame = await asyncio.wait_for(outgoing.get(), self._heartbeat_s)
@@ -270,5 +285,31 @@ class Server:
             try:
                 await asyncio.wait_for(socket.send_bytes(frame), self._timeout_s)
             except (ConnectionError, TimeoutError, RuntimeError):
-                await socket.close()
+                await _close(socket)
                 return
+
+
+def _binary(frame: WSMessage) -> bytes:
+    """The data of a binary message. Raises ConnectionError at the end of the connection, ProtocolError for anything else."""
+    if frame.type is WSMsgType.BINARY:
+        data: bytes = frame.data
+        return data
+    if frame.type is WSMsgType.ERROR and isinstance(frame.data, WebSocketError):
+        raise ProtocolError(f"broken WebSocket frame (at most {wire.FRAME_BYTES_MAX} bytes are taken): {frame.data}")
+    if frame.type is WSMsgType.TEXT:
+        raise ProtocolError("a text frame where only binary ones are allowed")
+    raise ConnectionError("closed by the worker")
+
+
+def _transport(socket: web.WebSocketResponse) -> asyncio.Transport | None:
+    request = socket._req
+    return request.transport if request is not None else None  # type: ignore[return-value]
+
+
+async def _close(socket: web.WebSocketResponse) -> None:
+    """Close politely, or else at once: a peer that does not read cannot hold us."""
+    transport = _transport(socket)
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        await asyncio.wait_for(socket.close(), CLOSE_TIMEOUT_S)
+    if transport is not None and transport.get_write_buffer_size() > 0:
+        transport.abort()

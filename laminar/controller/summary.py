@@ -1,5 +1,6 @@
 """The last screen of a run, read back from `run.db`: what came out, whether the books balance, where to look next."""
 
+import contextlib
 import shlex
 import sqlite3
 from pathlib import Path
@@ -11,10 +12,15 @@ NUM_STEPS = 3  # rewards of single steps are noisy; the first and last few say m
 
 
 def summarize(run: Path, state: State, elapsed_s: float) -> str:
-    """Many lines for people."""
-    with sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True) as database:
-        lines = [*_outcome(database, state), *_speed(database, elapsed_s), *_staleness(database), *_dropped(database)]
-    database.close()
+    """Many lines for people; without the database's if it cannot be read."""
+    uri = f"{(run / 'run.db').absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
+            lines = [
+                *_outcome(database, state), *_speed(database, elapsed_s), *_staleness(database), *_dropped(database)
+            ]  # fmt: skip
+    except sqlite3.Error as error:
+        lines = [f"{run / 'run.db'} cannot be read: {error}"]
     return "\n".join([*lines, *_ledger(state), *_next_steps(run, state)])
 
 

@@ -3,7 +3,6 @@
 Names are those of docs/metrics.md. All windows are from one finished step to the next.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,9 @@ class Telemetry:
 
     def observe(self, event: events.AnyEvent) -> None:
         """Called after the core took an event."""
-        if isinstance(event, events.StepFinished) and self._runtime.core.state.trainer.step == event.step:
+        step = self._runtime.core.state.steps.get(event.step) if isinstance(event, events.StepFinished) else None
+        done = step is not None and step.done and step.attempt == event.attempt
+        if done and not (self.history and self.history[-1]["step"] == event.step):
             self._finish_step(event)
 
     def _finish_step(self, event: events.StepFinished) -> None:
@@ -99,7 +100,8 @@ class Telemetry:
         ]
         metrics = {**event.metrics, **self._of_batch(members), **self._of_window(event), **self._of_buffer()}
         self.history.append({"step": float(event.step), **metrics})
-        self._file.write(json.dumps({"step": event.step, "at": event.at, **metrics}) + "\n")
+        row = {"step": event.step, "at": event.at, **metrics}
+        self._file.write(msgspec.json.encode(row).decode() + "\n")  # a NaN becomes null, which JSON has
         for name, value in metrics.items():
             self._log.write("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (event.step, name, value))
         self._window = Window(started=event.at)

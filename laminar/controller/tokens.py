@@ -1,16 +1,18 @@
 """The token store: what the trajectories in flight, buffered and leased consist of, in memory and on disk.
 
 Every flush appends its tokens to the open segment `tokens/<boot>-<n>.seg` (frames of 4-byte length + msgpack `Entry`); a
-segment is closed at SEGMENT_BYTES and unlinked when everything in it is forgotten. The event log syncs the segments
-before it commits the events that speak of them.
+segment is closed at SEGMENT_BYTES and unlinked when all groups that have something in it are forgotten. The event log
+syncs the segments before it commits the events that speak of them.
 
-The core holds lengths and handles only; what it says about attempts is checked here: a delta must continue what is held.
+Invariants:
+* A delta continues what is held of its attempt, or it is refused; the core's lengths are those of this store.
+* The event loop never waits for the disk: it hands bytes over, `sync` writes them in the log's thread.
+* `rows` sees each response as it is between two deltas.
 """
 
 import os
 import struct
 import threading
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import msgspec
 
 from laminar import wire
 from laminar.errors import ProtocolError
-from laminar.ids import GroupId, TrajectoryId
+from laminar.ids import GroupId, TrajectoryId, format_id
 
 SEGMENT_BYTES = 64 << 20  # large enough that files are few, small enough that forgetting frees disk soon
 
@@ -44,18 +46,27 @@ class Response(msgspec.Struct):
     logprobs: bytearray
     sources: bytearray
     """One byte per token; empty while all are the model's own."""
-    segments: dict[int, None]
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
 
 
+class Held(msgspec.Struct):
+    """What the siblings of a group share."""
+
+    num_responses: int = 0
+    prompt: bytes | None = None
+    """i32; None = not reported yet."""
+    segments: dict[int, None] = {}
+
+
 class Segment(msgspec.Struct):
-    """One file and how many trajectories still need it."""
+    """One file and the groups that still need it."""
 
     path: Path
-    users: dict[int, None]
+    file: int
+    users: dict[int, None] = {}
     num_bytes: int = 0
 
 
@@ -67,13 +78,17 @@ class TokenStore:
         self._directory = directory
         self._boot = boot
         self._responses: dict[int, Response] = {}
-        self._prompts: dict[int, bytes] = {}
-        self._group_sizes: dict[int, int] = {}
+        self._groups: dict[int, Held] = {}
         self._segments: dict[int, Segment] = {}
         self._open = 0
-        self._outgoing: list[bytes] = []
         self._lock = threading.Lock()
-        self._file = -1
+        """Held for moments: over `_outgoing`, `_full` and the arrays of a response."""
+        self._disk = threading.Lock()
+        """Held by whoever writes."""
+        self._outgoing: list[tuple[int, bytes]] = []
+        """(file, bytes) that are not written yet."""
+        self._full: list[int] = []
+        """Files to close once they are written."""
         self._new_segment()
 
     # ---- writing -------------------------------------------------------------------------------------------
@@ -82,24 +97,26 @@ class TokenStore:
         """An attempt begins; without `resume` what earlier attempts left is void."""
         response = self._responses.get(trajectory)
         if response is None:
-            self._group_sizes[group] = self._group_sizes.get(group, 0) + 1
-            response = Response(group, attempt, bytearray(), bytearray(), bytearray(), {})
+            self._groups.setdefault(group, Held()).num_responses += 1
+            response = Response(group, attempt, bytearray(), bytearray(), bytearray())
             self._responses[trajectory] = response
         elif not resume:
-            response.tokens, response.logprobs, response.sources = bytearray(), bytearray(), bytearray()
+            with self._lock:
+                response.tokens, response.logprobs, response.sources = bytearray(), bytearray(), bytearray()
         response.attempt = attempt
 
     def put_prompt(self, group: GroupId, tokens: bytes) -> None:
-        """The tokens of a group's prompt (i32)."""
-        self._prompts[group] = tokens
-        self._persist(Entry(0, 0, 0, tokens, b"", b"", group), ())
+        """The tokens of a group's prompt (i32); nothing if the group is forgotten."""
+        held = self._groups.get(group)
+        if held is not None:
+            held.prompt = tokens
+            self._persist(Entry(0, 0, 0, tokens, b"", b"", group), group)
 
     def take(self, report: wire.RolloutReport) -> None:
         """All deltas of a report. Raises ProtocolError for arrays that do not fit together."""
         ids, attempts = wire.unpack_i64(report.trajectories), wire.unpack_i32(report.attempts)
         totals, news = wire.unpack_i32(report.num_tokens), wire.unpack_i32(report.num_new)
-        if not len(ids) == len(attempts) == len(totals) == len(news) or 4 * sum(news) != len(report.tokens):
-            raise ProtocolError("the arrays of a report do not fit together")
+        _require_fit(report, [len(ids), len(attempts), len(totals), len(news)], news)
         position = 0
         for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
             end = position + num
@@ -118,37 +135,37 @@ class TokenStore:
         response = self._responses.get(trajectory)
         if response is None or response.attempt != attempt:
             return  # an old attempt's last words
-        start = total - len(tokens) // 4
-        if start != response.num_tokens or len(logprobs) != len(tokens):
+        num_new = len(tokens) // 4
+        start = total - num_new
+        if start != response.num_tokens:
             raise ProtocolError(
-                f"trajectory {trajectory}: a delta starts at token {start}, but {response.num_tokens} are held"
+                f"trajectory {format_id(trajectory)}: a delta starts at token {start}, but {response.num_tokens} are held"
             )
-        response.tokens += tokens
-        response.logprobs += logprobs
-        if sources or response.sources:
-            response.sources += b"\0" * (start - len(response.sources))
-            response.sources += sources or b"\0" * (len(tokens) // 4)
-        self._persist(Entry(trajectory, attempt, start, tokens, logprobs, sources), (trajectory,))
-        response.segments[self._open] = None
+        if len(logprobs) != len(tokens) or len(tokens) % 4 or len(sources) not in (0, num_new):
+            raise ProtocolError(f"trajectory {format_id(trajectory)}: the arrays of a delta do not fit together")
+        with self._lock:
+            response.tokens += tokens
+            response.logprobs += logprobs
+            if sources or response.sources:
+                response.sources += b"\0" * (start - len(response.sources))
+                response.sources += sources or b"\0" * num_new
+        self._persist(Entry(trajectory, attempt, start, tokens, logprobs, sources), response.group)
 
     def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Their tokens are not needed again; segments that nobody needs are unlinked."""
+        """Their tokens are not needed again; segments that no group needs are unlinked."""
         for trajectory in trajectories:
             response = self._responses.pop(trajectory, None)
             if response is None:
                 continue
-            self._leave_group(response.group)
-            for number in response.segments:
-                segment = self._segments[number]
-                segment.users.pop(trajectory, None)
-                self._unlink_if_done(number, segment)
+            held = self._groups[response.group]
+            held.num_responses -= 1
+            if held.num_responses == 0:
+                self._forget_group(response.group)
 
-    def _leave_group(self, group: GroupId) -> None:
-        left = self._group_sizes.pop(group) - 1
-        if left:
-            self._group_sizes[group] = left
-        else:
-            self._prompts.pop(group, None)
+    def _forget_group(self, group: GroupId) -> None:
+        for number in self._groups.pop(group).segments:
+            del self._segments[number].users[group]
+            self._unlink_if_done(number)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -158,22 +175,18 @@ class TokenStore:
         return (bytes(response.tokens), bytes(response.logprobs)) if response else (b"", b"")
 
     def rows(self, trajectories: Iterable[TrajectoryId]) -> list[wire.TokenRow]:
-        """What a trainer rank fetches. KeyError for a trajectory that is not held."""
-        rows = []
-        for trajectory in trajectories:
-            response = self._responses[trajectory]
-            prompt = self._prompts[response.group]
-            rows.append(
-                wire.TokenRow(
-                    trajectory, prompt, bytes(response.tokens), bytes(response.logprobs), bytes(response.sources)
-                )
-            )
-        return rows
+        """What a trainer rank fetches. KeyError for a trajectory that is not held, or whose prompt was not reported."""
+        return [self._row(trajectory) for trajectory in trajectories]
 
-    def tokens(self, trajectory: TrajectoryId) -> list[int]:
-        """The response's token ids, for people."""
-        response = self._responses.get(trajectory)
-        return array("i", response.tokens).tolist() if response else []
+    def _row(self, trajectory: TrajectoryId) -> wire.TokenRow:
+        response = self._responses[trajectory]
+        held = self._groups.get(response.group)
+        if held is None or held.prompt is None:
+            raise KeyError(trajectory)
+        with self._lock:
+            return wire.TokenRow(
+                trajectory, held.prompt, bytes(response.tokens), bytes(response.logprobs), bytes(response.sources)
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -182,60 +195,81 @@ class TokenStore:
 
     # ---- disk ----------------------------------------------------------------------------------------------
 
-    def _persist(self, entry: Entry, users: tuple[int, ...]) -> None:
+    def _persist(self, entry: Entry, group: GroupId) -> None:
         body = wire.encode(entry)
         segment = self._segments[self._open]
-        segment.users.update(dict.fromkeys(users))
+        segment.users[group] = self._groups[group].segments[self._open] = None
         segment.num_bytes += len(body) + 4
         with self._lock:
-            self._outgoing.append(struct.pack("<I", len(body)) + body)
+            self._outgoing.append((segment.file, struct.pack("<I", len(body)) + body))
         if segment.num_bytes > SEGMENT_BYTES:
-            self.sync()
             self._new_segment()
 
     def sync(self) -> None:
-        """Everything handed over so far is on disk when this returns."""
-        with self._lock:
-            outgoing, self._outgoing = self._outgoing, []
-            if outgoing:
-                data = memoryview(b"".join(outgoing))
+        """Everything handed over so far is on disk when this returns. OSError if the disk does not take it."""
+        with self._disk:
+            with self._lock:
+                outgoing, self._outgoing = self._outgoing, []
+                full, self._full = self._full, []
+            for file in dict.fromkeys(file for file, _ in outgoing):
+                data = memoryview(b"".join(part for owner, part in outgoing if owner == file))
                 while data:
-                    data = data[os.write(self._file, data) :]
-                os.fdatasync(self._file)
+                    data = data[os.write(file, data) :]
+                os.fdatasync(file)
+            for file in full:
+                os.close(file)
 
     def _new_segment(self) -> None:
         old = self._open
         self._open += 1
         path = self._directory / f"{self._boot:04d}-{self._open:06d}.seg"
-        with self._lock:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._segments[self._open] = Segment(path, {})
+        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._segments[self._open] = Segment(path, file)
         if old:
-            self._unlink_if_done(old, self._segments[old])
+            with self._lock:
+                self._full.append(self._segments[old].file)
+            self._unlink_if_done(old)
 
-    def _unlink_if_done(self, number: int, segment: Segment) -> None:
+    def _unlink_if_done(self, number: int) -> None:
+        segment = self._segments[number]
         if not segment.users and number != self._open:
             segment.path.unlink(missing_ok=True)
             del self._segments[number]
 
     def close(self) -> None:
-        """Sync and close the open segment."""
-        self.sync()
-        with self._lock:
-            os.close(self._file)
-            self._file = -1
+        """Sync and close the open segment; unlink it if nothing in it is needed. OSError if the disk does not take it."""
+        segment = self._segments[self._open]
+        try:
+            self.sync()
+        finally:
+            os.close(segment.file)
+        if not segment.users:
+            segment.path.unlink(missing_ok=True)
+
+
+def _require_fit(report: wire.RolloutReport, lengths: list[int], news: list[int]) -> None:
+    num_new = sum(news)
+    if (
+        len(set(lengths)) > 1
+        or min(news, default=0) < 0
+        or len(report.tokens) != 4 * num_new
+        or len(report.logprobs) != 4 * num_new
+        or len(report.sources) not in (0, num_new)
+    ):
+        raise ProtocolError("the arrays of a report do not fit together")
 
 
 def read_segment(path: Path) -> list[Entry]:
-    """All whole entries of a segment, in order; a torn tail is left out."""
+    """All whole entries of a segment, in order; a torn tail (cut short, or zeros) is left out."""
     data, entries, position = path.read_bytes(), [], 0
     while position + 4 <= len(data):
         (length,) = struct.unpack_from("<I", data, position)
         body = data[position + 4 : position + 4 + length]
         if len(body) < length:
             break
-        entries.append(msgspec.msgpack.decode(body, type=Entry))
+        try:
+            entries.append(msgspec.msgpack.decode(body, type=Entry))
+        except msgspec.MsgspecError:
+            break
         position += 4 + length
     return entries

@@ -1,0 +1,253 @@
+"""The event log on real files: order, durability, group commit, failures, boots, the lock."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from laminar.controller.eventlog import EventLog
+from laminar.errors import StartError
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def begun(path: Path, commit_s: float = 0.01, **options: object) -> EventLog:
+    log = EventLog(path / "run.db", commit_s, **options)  # type: ignore[arg-type]
+    log.begin_boot(started=1.0, pid=os.getpid(), host="here", resumed_step=0)
+    return log
+
+
+def rows(path: Path, query: str) -> list[tuple]:
+    database = sqlite3.connect(path / "run.db")
+    try:
+        return database.execute(query).fetchall()
+    finally:
+        database.close()
+
+
+async def durable(log: EventLog, seq: int) -> None:
+    await asyncio.wait_for(log.when_durable(seq), 10)
+
+
+async def test_events_are_on_disk_in_order_when_they_are_called_durable(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    seen: list[int] = []
+    log.start(seen.append)
+    for seq in range(1, 101):
+        log.append(seq, seq / 10, "TimerFired", b"%d" % seq)
+    await durable(log, 100)
+    assert log.durable == 100
+    expected = [(1, seq, seq / 10, "TimerFired", b"%d" % seq) for seq in range(1, 101)]
+    assert rows(tmp_path, "SELECT boot, seq, at, kind, body FROM events") == expected
+    assert seen == sorted(seen)
+    assert seen[-1] == 100
+    log.close()
+
+
+async def test_token_segments_are_synced_before_the_events_that_name_them_commit(tmp_path: Path) -> None:
+    committed_at_sync: list[int] = []
+    log = EventLog(
+        tmp_path / "run.db",
+        0.001,
+        lambda: committed_at_sync.append(rows(tmp_path, "SELECT count(*) FROM events")[0][0]),
+    )
+    log.begin_boot(1.0, 1, "here", 0)
+    log.start(lambda seq: None)
+    for seq in (1, 2):
+        log.append(seq, 0.0, "e", b"")
+        await durable(log, seq)
+    assert committed_at_sync == [0, 1]
+    log.close()
+
+
+async def test_nothing_is_durable_while_the_sync_of_the_segments_lasts(tmp_path: Path) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow_sync() -> None:
+        entered.set()
+        go_on.wait(10)
+
+    log = begun(tmp_path, before_commit=slow_sync)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    waiting = asyncio.create_task(log.when_durable(1))
+    await asyncio.to_thread(entered.wait, 10)
+    assert (waiting.done(), log.durable) == (False, 0)
+    assert rows(tmp_path, "SELECT * FROM events") == []
+    go_on.set()
+    await asyncio.wait_for(waiting, 10)
+    log.close()
+
+
+async def test_many_appends_share_few_commits(tmp_path: Path) -> None:
+    commits: list[int] = []
+    log = begun(tmp_path, commit_s=0.05, before_commit=lambda: commits.append(1))
+    log.start(lambda seq: None)
+    for seq in range(1, 2001):
+        log.append(seq, 0.0, "e", b"x")
+    await durable(log, 2000)
+    log.close()
+    assert len(commits) <= 5
+
+
+async def test_one_who_waits_does_not_wait_for_company(tmp_path: Path) -> None:
+    log = begun(tmp_path, commit_s=3600.0)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    await durable(log, 1)
+    log.close()
+
+
+async def test_waiters_wake_in_order_and_only_when_their_event_is_durable(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.start(lambda seq: None)
+    woken: list[int] = []
+
+    async def wait_for(seq: int) -> None:
+        await durable(log, seq)
+        woken.append(seq)
+
+    tasks = [asyncio.create_task(wait_for(seq)) for seq in (3, 1, 2)]
+    await asyncio.sleep(0)
+    for seq in (1, 2):
+        log.append(seq, 0.0, "e", b"")
+    await durable(log, 2)
+    assert 3 not in woken
+    log.append(3, 0.0, "e", b"")
+    await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert sorted(woken) == [1, 2, 3]
+    log.close()
+
+
+async def test_a_row_of_another_table_commits_with_the_events_before_it(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.start(lambda seq: None)
+    log.write("INSERT INTO alarms VALUES (?, ?, ?)", (1.0, "name", "text"))
+    log.append(1, 0.0, "e", b"")
+    await durable(log, 1)
+    assert rows(tmp_path, "SELECT * FROM alarms") == [(1.0, "name", "text")]
+    log.close()
+
+
+async def test_close_commits_what_is_queued(tmp_path: Path) -> None:
+    log = begun(tmp_path, commit_s=3600.0)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    await asyncio.to_thread(log.close)
+    assert rows(tmp_path, "SELECT seq FROM events") == [(1,)]
+    assert log.failure is None
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def bug() -> None:
+    raise ValueError("not an error of the disk at all")
+
+
+@pytest.mark.parametrize("before_commit", [full_disk, bug])
+async def test_a_failed_write_reaches_those_who_wait_and_those_who_ask_later(tmp_path: Path, before_commit) -> None:
+    log = begun(tmp_path, before_commit=before_commit)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    for _ in range(2):
+        with pytest.raises((OSError, ValueError), match="No space left|not an error of the disk"):
+            await durable(log, 1)
+    assert log.failure is not None
+    assert log.durable == 0
+    log.close()
+
+
+async def test_a_value_that_sqlite_does_not_take_is_a_failure_and_no_silent_end(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.start(lambda seq: None)
+    log.write("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", (1, 0, "d", 1 << 70, 1.0))
+    log.append(1, 0.0, "e", b"")
+    with pytest.raises(OverflowError):
+        await durable(log, 1)
+    log.close()
+
+
+async def test_a_database_that_reached_its_size_limit_fails_loudly(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.start(lambda seq: None)
+    log.write("PRAGMA max_page_count = 1", ())  # SQLite's own full disk: SQLITE_FULL
+    log.append(1, 0.0, "e", b"x" * 2_000_000)
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        await durable(log, 1)
+    assert log.durable == 0
+    assert rows(tmp_path, "SELECT * FROM events") == []
+    log.close()
+
+
+async def test_a_failure_of_the_last_commit_is_not_hidden(tmp_path: Path) -> None:
+    log = begun(tmp_path, commit_s=3600.0, before_commit=full_disk)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    log.close()
+    assert isinstance(log.failure, OSError)
+
+
+async def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    log = begun(tmp_path, before_commit=lambda: go_on.wait(20) and None)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    log.close(timeout_s=0.05)
+    assert isinstance(log.failure, TimeoutError)
+    go_on.set()
+
+
+def test_boot_numbers_never_repeat(tmp_path: Path) -> None:
+    boots = []
+    for _ in range(3):
+        log = EventLog(tmp_path / "run.db", 0.01)
+        boots.append(log.begin_boot(1.0, 1, "here", 0))
+        log.close()
+    assert boots == [1, 2, 3]
+
+
+def test_a_second_controller_is_refused_and_told_who_holds_the_run(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    with pytest.raises(StartError, match=f"in use by the controller with pid {os.getpid()} on here"):
+        begun(tmp_path)
+    log.close()
+    begun(tmp_path).close()
+    assert rows(tmp_path, "SELECT boot FROM boots") == [(1,), (2,)]
+
+
+def test_a_killed_controller_leaves_the_run_free(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, pathlib\n"
+        "from laminar.controller.eventlog import EventLog\n"
+        "EventLog(pathlib.Path(sys.argv[1]) / 'run.db', 0.01).begin_boot(1.0, os.getpid(), 'here', 0)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(StartError, match=f"pid {child.pid}"):
+            begun(tmp_path)
+        child.kill()
+    begun(tmp_path).close()
+
+
+def test_a_corrupt_database_is_a_start_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "run.db").write_bytes(b"this is no database, but long enough to be read as one" * 100)
+    with pytest.raises(StartError, match=r"cannot use the run's database .*run\.db: file is not a database"):
+        begun(tmp_path)
+
+
+def test_a_missing_directory_is_a_start_error(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="cannot lock the run"):
+        begun(tmp_path / "nowhere")

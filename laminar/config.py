@@ -86,6 +86,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most requests decoding at once per replica."""
     local_batch_groups: int = 0
     """Groups per weight pull; 0 = as many as fit in `max_concurrent`."""
+    refresh_policy: Literal["batch", "continuous"] = "batch"
+    """`batch`: a local batch of groups per weight pull; `continuous`: admit while the held version is the newest, then drain
+    and pull; docs/policies/refresh.md."""
+    draining_share: float = 0.5
+    """`continuous`: at most this share of the replicas drains at once."""
     flush_interval_s: float = 0.25
     """A replica reports its new tokens this often (at once when its local batch drains)."""
     await_publication_s: float = 1.0
@@ -93,6 +98,18 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     batch with older ones."""
     num_retries: int = 3
     """A trajectory that failed for infrastructure reasons starts again this often."""
+
+
+class RepackConfig(Section, frozen=True, kw_only=True):
+    """[repack]: unfinished trajectories of one weight version are packed onto few replicas; docs/policies/repack.md."""
+
+    enabled: bool = True
+    interval_s: float = 5.0
+    """Seconds between checks; one more follows every train step."""
+    kv_share: float = 0.9
+    """A destination is filled up to this share of its KV capacity (C_max)."""
+    requests_max: int = 0
+    """Largest decode batch that is still memory-bound (B); 0 = as many as the replica decodes at once."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
@@ -191,6 +208,7 @@ class Config(Section, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
+    repack: RepackConfig = RepackConfig()
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -252,6 +270,13 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             not 2 <= c.buffer.min_group_size <= c.rollout.group_size,
             f"buffer.min_group_size = {c.buffer.min_group_size}: between 2 and rollout.group_size = {c.rollout.group_size}",
         ),
+        (
+            c.repack.interval_s <= 0,
+            f"repack.interval_s = {c.repack.interval_s}: above 0 (repack.enabled = false turns it off)",
+        ),
+        (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
+        (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
+        (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,

@@ -115,6 +115,13 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     detail: str = ""
 
 
+class Aborted(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One attempt was stopped by `Abort`; its last tokens are in this report. Attempts that ended before are not named."""
+
+    trajectory: TrajectoryId
+    attempt: int
+
+
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The prompt of a group as this replica's tokenizer encoded it; sent once after each `AssignGroup`."""
 
@@ -144,6 +151,7 @@ class RolloutReport(Message, frozen=True, kw_only=True):
     finished: list[Finished] = []
     rewarded: list[Rewarded] = []
     failed: list[Failed] = []
+    aborted: list[Aborted] = []
     num_running: int = 0
     num_waiting: int = 0
     kv_tokens: int = 0
@@ -339,7 +347,7 @@ class AssignGroup(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Stop these attempts; what they produced is flushed, then nothing more is said of them."""
+    """Stop these attempts. The next report has what they produced and names those that generated as `aborted`."""
 
     trajectories: list[TrajectoryId]
     attempts: list[int]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -127,6 +128,8 @@ class Driver:
         reward: dict[int, float] | None = None,
         fail: dict[int, tuple[str, str]] | None = None,
         attempts: dict[int, int] | None = None,
+        aborted: list[int] = (),  # type: ignore[assignment]
+        kv_tokens: int = 0,
     ) -> list[actions.AnyAction]:
         """One report; attempts default to the current ones."""
         replica = self.core.state.replicas[WorkerId(name)]
@@ -166,6 +169,8 @@ class Driver:
                 finished=finished,
                 rewarded=rewarded,
                 failed=failed,
+                aborted=[events.AbortedAttempt(trajectory=TrajectoryId(t), attempt=attempt(t)) for t in aborted],
+                kv_tokens=kv_tokens,
             )
         )
 
@@ -266,7 +271,8 @@ class World(Driver):
         engine = self.engine.get(WorkerId(name), {})
         for t in [*finish, *fail]:
             engine.pop(t, None)
-        return self.report(name, lengths, finish, reward, fail)
+        kv_tokens = sum(5 + n for t, n in lengths.items() if t not in finish and t not in fail)
+        return self.report(name, lengths, finish, reward, fail, kv_tokens=kv_tokens)
 
     def _fault(self) -> list[actions.AnyAction]:
         state = self.core.state
@@ -286,7 +292,7 @@ class World(Driver):
         return self.send(events.TimerFired())
 
     def _operate(self) -> list[actions.AnyAction]:
-        name = self.random.choice(["refresh", "dispatch", "sample"])
+        name = self.random.choice(["refresh", "dispatch", "repack", "sample"])
         return self.send(events.HoldChanged(pass_name=name, held=self.random.random() < 0.5))
 
     def _resolve(self) -> list[actions.AnyAction]:
@@ -317,8 +323,20 @@ class World(Driver):
                 self.engine.setdefault(action.worker, {})[start.trajectory] = start.attempt
 
     def _on_AbortAttempts(self, action: actions.AbortAttempts) -> None:
-        for trajectory in action.trajectories:
-            self.engine.get(action.worker, {}).pop(trajectory, None)
+        """Attempts that the core has voided end at once; those that move end with a word, if nothing else ends them first."""
+        for trajectory, attempt in zip(action.trajectories, action.attempts, strict=True):
+            record = self.core.state.trajectories.get(trajectory)
+            if record and record.moving_to and record.attempt == attempt:
+                self.pending.append(partial(self._let_go, action.worker, trajectory, attempt))
+            else:
+                self.engine.get(action.worker, {}).pop(trajectory, None)
+
+    def _let_go(self, worker: WorkerId, trajectory: TrajectoryId, attempt: int) -> list[actions.AnyAction]:
+        if self.engine.get(worker, {}).get(trajectory) != attempt:
+            return []
+        del self.engine[worker][trajectory]
+        more = self.core.state.trajectories[trajectory].num_tokens + self.random.randint(0, 2)
+        return self.report(worker, {trajectory: more}, aborted=[trajectory])
 
     def _on_StopWorker(self, action: actions.StopWorker) -> None:
         self.engine.pop(action.worker, None)

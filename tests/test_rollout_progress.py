@@ -102,15 +102,25 @@ def test_an_engine_that_ends_a_request_by_itself_is_an_infrastructure_failure(pr
     assert failure.detail == reason.removeprefix("error: ")
 
 
-@pytest.mark.parametrize("reason", ["abort", "stop"])
-def test_an_aborted_attempt_flushes_its_tokens_and_is_silent_then(progress: Progress, reason: str) -> None:
+def test_an_attempt_that_finished_before_it_could_be_stopped_is_finished(progress: Progress) -> None:
+    progress.abort(TrajectoryId(11), 1)
+    assert progress.generated(output(1, [4], "stop")) is not None
+    last = report(progress)
+    assert [(f.trajectory, f.finish_reason) for f in last.finished] == [(11, "stop")]
+    assert last.aborted == []
+
+
+def test_an_aborted_attempt_flushes_its_tokens_says_that_it_ended_and_is_silent_then(progress: Progress) -> None:
     assert progress.abort(TrajectoryId(11), 1) == 1
     assert progress.num_unaborted == 1
-    assert progress.generated(output(1, [4], reason)) is None
+    assert progress.generated(output(1, [4], "abort")) is None
     last = report(progress)
     assert rows(last) == [(11, 1, 1), (12, 2, 0)]
     assert (last.finished, last.failed) == ([], [])
-    assert rows(report(progress)) == [(12, 2, 0)]
+    assert [(a.trajectory, a.attempt) for a in last.aborted] == [(11, 1)]
+    following = report(progress)
+    assert rows(following) == [(12, 2, 0)]
+    assert following.aborted == []
 
 
 def test_an_aborted_attempt_without_new_tokens_is_not_listed_again(progress: Progress) -> None:

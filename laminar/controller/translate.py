@@ -49,6 +49,7 @@ def _report(m: wire.RolloutReport, o: Origin) -> events.AnyEvent:
             events.FailedAttempt(trajectory=f.trajectory, attempt=f.attempt, kind=f.kind, reason=f.reason)
             for f in m.failed
         ],
+        aborted=[events.AbortedAttempt(trajectory=a.trajectory, attempt=a.attempt) for a in m.aborted],
         num_running=m.num_running,
         num_waiting=m.num_waiting,
         kv_tokens=m.kv_tokens,

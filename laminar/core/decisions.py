@@ -31,6 +31,21 @@ class RefreshReplica(Decision, frozen=True, kw_only=True):
     version: Version
 
 
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Trajectories that `source` generates are to be continued by `destination`, which holds the same version."""
+
+    source: WorkerId
+    destination: WorkerId
+    trajectories: list[TrajectoryId]
+    reason: str = ""
+
+
+class Repack(Decision, frozen=True, kw_only=True):
+    """Empty some replicas into others of their version."""
+
+    transfers: list[Transfer]
+
+
 class TakeBatch(Decision, frozen=True, kw_only=True):
     """Lease these buffered groups to train step `step`."""
 
@@ -38,7 +53,7 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     groups: list[GroupId]
 
 
-AnyDecision = DispatchNew | DispatchQueued | RefreshReplica | TakeBatch
+AnyDecision = DispatchNew | DispatchQueued | RefreshReplica | Repack | TakeBatch
 
 
 class HeldDecision(msgspec.Struct, kw_only=True):

@@ -7,9 +7,17 @@ sample yield decisions that can be held (see `laminar.core.decisions`); the rest
 from collections.abc import Callable
 from typing import Any
 
-from laminar.core import choice, evaluation, events, fleet, groups, snapshot, story, training, versions
+from laminar.core import choice, evaluation, events, fleet, groups, moves, snapshot, story, training, versions
 from laminar.core.actions import AnyAction, StopWorker
-from laminar.core.decisions import AnyDecision, DispatchNew, DispatchQueued, HeldDecision, RefreshReplica, TakeBatch
+from laminar.core.decisions import (
+    AnyDecision,
+    DispatchNew,
+    DispatchQueued,
+    HeldDecision,
+    RefreshReplica,
+    Repack,
+    TakeBatch,
+)
 from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
@@ -52,6 +60,8 @@ class Core:
         deadlines += state.silent.values()
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
+        if state.repack.next_at:
+            deadlines.append(state.repack.next_at)
         return min(deadlines, default=None)
 
     def snapshot(self) -> bytes:
@@ -69,6 +79,7 @@ class Core:
 
 def _on_started(turn: Turn, event: events.RunStarted) -> None:
     turn.state.started, turn.state.boot, turn.state.branch_floor = True, event.boot, event.branch_floor
+    moves.trigger(turn)
 
 
 def _on_stop(turn: Turn, event: events.StopRequested) -> None:
@@ -77,6 +88,11 @@ def _on_stop(turn: Turn, event: events.StopRequested) -> None:
 
 def _on_failure(turn: Turn, event: events.FailureReported) -> None:
     turn.fail(event.reason)
+
+
+def _on_step_finished(turn: Turn, event: events.StepFinished) -> None:
+    training.on_step_finished(turn, event)
+    moves.trigger(turn)
 
 
 def _on_relay_joined(turn: Turn, event: events.RelayJoined) -> None:
@@ -149,6 +165,8 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         state.dirty.update(dict.fromkeys(state.replicas))
     for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
         versions.lose(turn, record.version, "no word from the relay in time")
+    if state.repack.next_at and state.repack.next_at <= turn.at:
+        moves.trigger(turn)
 
 
 # ---- held decisions ----------------------------------------------------------------------------------------
@@ -176,6 +194,7 @@ def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
             _PASSES[held.pass_name][1](turn, decision)
     else:
         state.skipped[held.pass_name] = None
+        state.repack.planned = [] if held.pass_name == "repack" else state.repack.planned
 
 
 def _run_pass(turn: Turn, name: str) -> bool:
@@ -206,6 +225,8 @@ def _settle(turn: Turn) -> None:
     while progressed and not state.finished:
         evaluation.plan(turn)
         progressed = _run_pass(turn, "refresh")
+        moves.check(turn)
+        progressed |= _run_pass(turn, "repack")
         progressed |= _run_pass(turn, "dispatch")
         choice.ask(turn)
         progressed |= _run_pass(turn, "sample")
@@ -217,12 +238,14 @@ def _settle(turn: Turn) -> None:
 
 _PASSES: dict[str, tuple[Callable[[Turn], AnyDecision | None], Callable[[Turn, Any], None]]] = {
     "refresh": (fleet.propose_refresh, fleet.apply_refresh),
+    "repack": (moves.propose, moves.apply),
     "dispatch": (fleet.propose_dispatch, fleet.apply_dispatch),
     "sample": (training.propose_batch, training.apply_batch),
 }
 
 _KINDS: dict[str, tuple[type[AnyDecision], ...]] = {
     "refresh": (RefreshReplica,),
+    "repack": (Repack,),
     "dispatch": (DispatchNew, DispatchQueued),
     "sample": (TakeBatch,),
 }
@@ -242,7 +265,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.EvaluationFinished: evaluation.on_finished,
     events.EvaluationFailed: evaluation.on_failed,
     events.TrainerRankReady: training.on_rank_ready,
-    events.StepFinished: training.on_step_finished,
+    events.StepFinished: _on_step_finished,
     events.StepFailed: training.on_step_failed,
     events.ShardsWritten: versions.on_shards_written,
     events.CheckpointSaved: training.on_checkpoint_saved,

@@ -102,6 +102,13 @@ class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reason: str
 
 
+class AbortedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One attempt was stopped as asked; all its tokens have been reported."""
+
+    trajectory: TrajectoryId
+    attempt: int
+
+
 class ReplicaReported(Event, frozen=True, kw_only=True):
     """One progress frame of a replica; arrays as in `wire.RolloutReport`, response lengths only."""
 
@@ -116,6 +123,7 @@ class ReplicaReported(Event, frozen=True, kw_only=True):
     finished: list[FinishedAttempt] = []
     rewarded: list[RewardedAttempt] = []
     failed: list[FailedAttempt] = []
+    aborted: list[AbortedAttempt] = []
     num_running: int = 0
     num_waiting: int = 0
     kv_tokens: int = 0

@@ -1,13 +1,13 @@
 """Replicas: joining, being lost, and the two passes that keep them busy.
 
-Refresh policy `batch` (paper §5): a replica admits a local batch of groups; when nothing of it generates any more it pulls
-the newest version, if there is a newer one, and admits the next local batch.
+A replica admits groups as the refresh policy allows (`laminar.core.refresh`); when nothing of it generates any more and
+there is a newer version, it pulls that.
 
     joined ──► syncing ──► generating ──► (local batch drained, newer version) syncing ──► …
                   └── pull failed ──► what it was before
 """
 
-from laminar.core import groups, story, versions
+from laminar.core import groups, refresh, story, versions
 from laminar.core.actions import PullWeights, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -53,6 +53,8 @@ def lose(turn: Turn, replica: Replica, reason: str) -> None:
 def _remove(turn: Turn, replica: Replica, reason: str) -> None:
     state = turn.state
     groups.lose_attempts(turn, replica, "replica_lost")
+    for trajectory_id in list(replica.incoming):
+        groups.unpin(turn, state.trajectories[trajectory_id])
     del state.replicas[replica.id]
     state.dirty.pop(replica.id, None)
     state.silent.pop(replica.id, None)
@@ -119,6 +121,8 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
 def _is_drained(turn: Turn, replica: Replica) -> bool:
     if replica.state == ReplicaState.SYNCING or replica.num_generating or replica.id in turn.state.silent:
         return False
+    if replica.incoming:
+        return False
     if any(e.worker == replica.id and not e.done for e in turn.state.evaluations):
         return False
     return not (replica.state == ReplicaState.GENERATING and _queued_for(turn, replica))
@@ -170,13 +174,7 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
         return False
     if replica.num_generating == 0 and versions.is_awaited(turn.state):
         return False
-    return replica.admit_left > 0 or _begins_local_batch(turn, replica)
-
-
-def _begins_local_batch(turn: Turn, replica: Replica) -> bool:
-    """Its local batch is done and there is nothing newer to pull: the next one is of the same version."""
-    newest = versions.newest(turn.state)
-    return replica.num_generating == 0 and newest is not None and newest.version == replica.version
+    return not replica.leaving and refresh.may_admit(turn, replica)
 
 
 def _propose_queued(turn: Turn) -> DispatchQueued | None:
@@ -184,6 +182,9 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
     for group_id in state.requeue:
         group = state.groups[group_id]
         queued = _queued(state, group)
+        expected = _expected(turn, group, queued)
+        if expected is not None:
+            return expected
         holders = [r for r in state.replicas.values() if r.version == group.version and _can_generate(turn, r)]
         if holders:
             replica = min(holders, key=lambda replica: len(replica.attempts))
@@ -197,6 +198,17 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=scoring, restart=False)
         if not may_come_back(state, group.version):
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=True)
+    return None
+
+
+def _expected(turn: Turn, group: Group, queued: list[TrajectoryId]) -> DispatchQueued | None:
+    """Queued siblings whose move has a destination that still fits; the others are left to the general rule."""
+    for trajectory_id in queued:
+        trajectory = turn.state.trajectories[trajectory_id]
+        destination = turn.state.replicas.get(trajectory.moving_to) if trajectory.moving_to else None
+        if destination and destination.version == group.version and _can_generate(turn, destination):
+            together = [t for t in queued if turn.state.trajectories[t].moving_to == destination.id]
+            return DispatchQueued(worker=destination.id, group=group.id, trajectories=together, restart=False)
     return None
 
 
@@ -228,10 +240,8 @@ def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     if isinstance(decision, DispatchNew):
         if not (gate_is_open(turn) and _may_admit(turn, replica)):
             return
-        if _begins_local_batch(turn, replica):
-            replica.admit_left = turn.settings.local_batch_groups
+        refresh.admit(turn, replica)
         group = groups.open_group(turn)
-        replica.admit_left -= 1
         groups.start(turn, replica, group, list(group.trajectories))
         return
     _start_queued(turn, replica, decision)

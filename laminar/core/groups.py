@@ -11,7 +11,7 @@ from array import array
 
 from laminar.core import ledger, story, versions
 from laminar.core.actions import AbortAttempts, ForgetTokens, RecordTrajectories, Start, StartGroup
-from laminar.core.events import FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
+from laminar.core.events import AbortedAttempt, FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
 from laminar.core.prompts import draw
 from laminar.core.records import Group, GroupState, Replica, Timings, Trajectory, TrajectoryState
 from laminar.core.turn import Turn
@@ -52,6 +52,8 @@ def start(turn: Turn, replica: Replica, group: Group, trajectories: list[Traject
     starts = []
     for trajectory_id in trajectories:
         trajectory = state.trajectories[trajectory_id]
+        if trajectory.moving_to:
+            _count_move(turn, trajectory, replica)
         score_only = bool(trajectory.finish_reason)
         trajectory.worker = replica.id
         trajectory.state = TrajectoryState.REWARDING if score_only else TrajectoryState.GENERATING
@@ -80,6 +82,13 @@ def start(turn: Turn, replica: Replica, group: Group, trajectories: list[Traject
     )
 
 
+def _count_move(turn: Turn, trajectory: Trajectory, replica: Replica) -> None:
+    repack = turn.state.repack
+    repack.num_moves += trajectory.moving_to == replica.id
+    repack.num_moved_tokens += trajectory.num_tokens
+    unpin(turn, trajectory)
+
+
 # ---- reports -----------------------------------------------------------------------------------------------
 
 
@@ -96,7 +105,9 @@ def on_report(turn: Turn, event: ReplicaReported) -> None:
         _reward(turn, replica, rewarded)
     for failed in event.failed:
         _fail(turn, replica, failed)
-    if event.finished or event.rewarded or event.failed:
+    for aborted in event.aborted:
+        _abort(turn, replica, aborted)
+    if event.finished or event.rewarded or event.failed or event.aborted:
         turn.state.dirty[replica.id] = None
 
 
@@ -123,6 +134,7 @@ def _finish(turn: Turn, replica: Replica, finished: FinishedAttempt) -> None:
     trajectory = _current(turn, replica, finished.trajectory, finished.attempt)
     if trajectory is None or trajectory.state != TrajectoryState.GENERATING:
         return
+    unpin(turn, trajectory)  # a finish beats a move
     trajectory.state = TrajectoryState.REWARDING
     trajectory.finish_reason = finished.finish_reason
     trajectory.finish_version = turn.trainer_version
@@ -150,7 +162,7 @@ def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
     trajectory = _current(turn, replica, failed.trajectory, failed.attempt)
     if trajectory is None:
         return
-    _leave(replica, trajectory)
+    _leave(turn, replica, trajectory)
     trajectory.num_failures += 1
     if failed.kind == "infra" and trajectory.num_failures <= turn.settings.num_retries:
         queue_again(turn, trajectory, failed.reason)
@@ -165,7 +177,38 @@ def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
     _close_one(turn, turn.state.groups[trajectory.group])
 
 
-def _leave(replica: Replica, trajectory: Trajectory) -> None:
+def _abort(turn: Turn, replica: Replica, aborted: AbortedAttempt) -> None:
+    """The source of a move has let go; the destination goes on from the tokens received."""
+    trajectory = _current(turn, replica, aborted.trajectory, aborted.attempt)
+    if trajectory is None or trajectory.state != TrajectoryState.GENERATING:
+        return
+    destination = trajectory.moving_to
+    _leave(turn, replica, trajectory)
+    queue_again(turn, trajectory, "move")
+    if destination in turn.state.replicas:
+        pin(turn, trajectory, turn.state.replicas[destination], trajectory.num_tokens)
+
+
+def pin(turn: Turn, trajectory: Trajectory, destination: Replica, kv_tokens: int) -> None:
+    """`destination` expects the trajectory: it keeps its version and reserves KV."""
+    trajectory.moving_to = destination.id
+    destination.incoming[trajectory.id] = kv_tokens
+
+
+def unpin(turn: Turn, trajectory: Trajectory) -> None:
+    """The move is over or off."""
+    destination = turn.state.replicas.get(trajectory.moving_to) if trajectory.moving_to else None
+    if destination is not None:
+        destination.incoming.pop(trajectory.id, None)
+        turn.state.dirty[destination.id] = None
+    source = turn.state.replicas.get(trajectory.worker) if trajectory.worker else None
+    if source is not None:
+        source.leaving.pop(trajectory.id, None)
+    trajectory.moving_to = None
+
+
+def _leave(turn: Turn, replica: Replica, trajectory: Trajectory) -> None:
+    unpin(turn, trajectory)
     del replica.attempts[trajectory.id]
     replica.num_generating -= trajectory.state == TrajectoryState.GENERATING
 
@@ -186,7 +229,7 @@ def lose_attempts(turn: Turn, replica: Replica, reason: str) -> None:
     """The replica is gone: everything it was at is queued again. Not the trajectories' fault, so not counted as theirs."""
     for trajectory_id in list(replica.attempts):
         trajectory = turn.state.trajectories[trajectory_id]
-        _leave(replica, trajectory)
+        _leave(turn, replica, trajectory)
         queue_again(turn, trajectory, reason)
 
 
@@ -208,6 +251,7 @@ def restart(turn: Turn, group: Group, reason: str) -> list[TrajectoryId]:
 
 def _void(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     _withdraw(turn, trajectory)
+    unpin(turn, trajectory)
     if trajectory.state != TrajectoryState.QUEUED:
         trajectory.attempt += 1
     ledger.drop_tokens(turn.state, trajectory.num_tokens, reason)
@@ -226,7 +270,7 @@ def _withdraw(turn: Turn, trajectory: Trajectory) -> None:
     turn.emit(
         AbortAttempts(cause=turn.cause, worker=replica.id, trajectories=[trajectory.id], attempts=[trajectory.attempt])
     )
-    _leave(replica, trajectory)
+    _leave(turn, replica, trajectory)
     turn.state.dirty[replica.id] = None
 
 
@@ -274,6 +318,7 @@ def drop_group(turn: Turn, group: Group, reason: str) -> None:
     for trajectory_id in list(group.trajectories):
         trajectory = turn.state.trajectories[trajectory_id]
         _withdraw(turn, trajectory)
+        unpin(turn, trajectory)
         drop_trajectory(turn, group, trajectory, source, trajectory.failure or reason)
     turn.state.requeue.pop(group.id, None)
     turn.state.buffer.pop(group.id, None)

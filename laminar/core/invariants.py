@@ -9,6 +9,7 @@ def check(state: State) -> None:
     _check_ledger(state)
     _check_trajectories(state)
     _check_groups(state)
+    _check_moves(state)
     _check_replicas(state)
     _check_steps(state)
 
@@ -35,6 +36,21 @@ def _check_trajectories(state: State) -> None:
                 )
         else:
             assert t.worker is None, f"{t.id} is {t.state} but has worker {t.worker}"
+
+
+def _check_moves(state: State) -> None:
+    for replica in state.replicas.values():
+        for trajectory_id in replica.incoming:
+            t = state.trajectories[trajectory_id]
+            assert t.moving_to == replica.id, f"{replica.id} expects {t.id}, which goes to {t.moving_to}"
+            assert replica.version == t.behavior_version, f"{replica.id} refreshed although {t.id} is on its way"
+        for trajectory_id in replica.leaving:
+            t = state.trajectories[trajectory_id]
+            assert t.worker == replica.id, f"{t.id} leaves {replica.id}, but is at {t.worker}"
+            assert t.moving_to is not None, f"{t.id} leaves {replica.id} for nowhere"
+    for t in state.trajectories.values():
+        if t.moving_to is not None:
+            assert t.id in state.replicas[t.moving_to].incoming, f"{t.moving_to} does not expect {t.id}"
 
 
 def _check_groups(state: State) -> None:

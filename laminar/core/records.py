@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from laminar.core.decisions import HeldDecision
+from laminar.core.decisions import HeldDecision, Transfer
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 
 
@@ -70,6 +70,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     num_failures: int = 0
     state: TrajectoryState = TrajectoryState.QUEUED
     worker: WorkerId | None = None
+    moving_to: WorkerId | None = None
+    """Destination of a move that is under way."""
     behavior_version: Version | None = None
     finish_version: Version | None = None
     sample_version: Version | None = None
@@ -124,6 +126,12 @@ class Replica(msgspec.Struct, kw_only=True):
     attempts: dict[TrajectoryId, int] = {}
     """What it generates or rewards now: trajectory -> attempt."""
     num_generating: int = 0
+    incoming: dict[TrajectoryId, int] = {}
+    """Trajectories on their way here -> KV tokens reserved for them; they pin the version."""
+    leaving: dict[TrajectoryId, None] = {}
+    """Trajectories that were told to stop here, to be continued elsewhere."""
+    kv_previous: int = 0
+    """C_prev: KV tokens in use at the last repack check."""
     kv_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -180,6 +188,26 @@ class Trainer(msgspec.Struct, kw_only=True):
     checkpoint: int = -1
     """Last step with a complete checkpoint, -1 = none."""
     num_failed_saves: int = 0
+
+
+class RepackRecord(msgspec.Struct, kw_only=True):
+    """Repacking so far, and the last check's explanation."""
+
+    due: bool = False
+    next_at: float = 0.0
+    """When the next periodic check is due; 0 = no periodic checks."""
+    planned: list[Transfer] = []
+    """Transfers of the last check that are not decided yet."""
+    checked_at: float = 0.0
+    reasons: dict[WorkerId, str] = {}
+    """Why each replica is a source, a destination, or neither."""
+    num_checks: int = 0
+    num_released: int = 0
+    """Replicas emptied."""
+    num_moves: int = 0
+    """Trajectories moved."""
+    num_moved_tokens: int = 0
+    """Response tokens that destinations had to prefill again."""
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
@@ -270,6 +298,7 @@ class State(msgspec.Struct, kw_only=True):
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     steps: dict[int, Step] = {}
     evaluations: list[Evaluation] = []
+    repack: RepackRecord = msgspec.field(default_factory=RepackRecord)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     num_drops_in_row: int = 0
     sampler_state: bytes = b""

@@ -31,6 +31,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 = at the end and on a stop only."""
     evaluate: bool = True
     """Greedy accuracy on held-out prompts before and after."""
+    refresh_policy: Literal["batch", "continuous"] = "batch"
+    """When a replica stops admitting: after a local batch, or only when newer weights exist (`laminar.core.refresh`)."""
+    draining_share: float = 0.5
+    """`continuous`: at most this share of the fleet drains at once."""
+    repack_interval_s: float = 0.0
+    """Seconds between repack checks; one more follows every train step. 0 = no repacking."""
+    repack_kv_share: float = 0.9
+    """C_max as a share of a replica's KV capacity."""
+    repack_requests_max: int = 0
+    """B; 0 = as many as the replica decodes at once."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0

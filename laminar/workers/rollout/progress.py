@@ -3,7 +3,8 @@
 Invariants:
 * An attempt is generating, rewarding, or forgotten. While it generates, every report lists it with its length.
 * Its last tokens and its `Finished` (or `Failed`) travel in the same report; after that only its reward is spoken of.
-* An aborted attempt is listed once more if it still has unreported tokens; then nothing more is said of it.
+* An aborted attempt that generated is named as `Aborted` in the report with its last tokens; then nothing more is said of it.
+  One that finished before the engine could stop it is finished like any other.
 """
 
 import msgspec
@@ -53,6 +54,7 @@ class Progress:
         self._finished: list[wire.Finished] = []
         self._rewarded: list[wire.Rewarded] = []
         self._failed: list[wire.Failed] = []
+        self._aborted: list[wire.Aborted] = []
         self._listed_before = False
 
     @property
@@ -67,7 +69,7 @@ class Progress:
     @property
     def has_news(self) -> bool:
         """A report would carry more than lengths that did not change."""
-        news = self._prompts or self._finished or self._rewarded or self._failed or self._ended
+        news = self._prompts or self._finished or self._rewarded or self._failed or self._aborted or self._ended
         return bool(news) or any(attempt.logprobs for attempt in self._generating.values())
 
     @property
@@ -129,7 +131,7 @@ class Progress:
             self.failed(attempt.trajectory, attempt.attempt, kind, reason, detail)
 
     def abort(self, trajectory: TrajectoryId, attempt: int) -> int | None:
-        """Say no more of this attempt than its tokens; the engine's key if it still generates."""
+        """Say no more of this attempt than its tokens and that it ended; the engine's key if it still generates."""
         self._rewarding.pop((trajectory, attempt), None)
         for key, candidate in self._generating.items():
             if candidate.identity == (trajectory, attempt):
@@ -155,6 +157,7 @@ class Progress:
             finished=self._finished,
             rewarded=self._rewarded,
             failed=self._failed,
+            aborted=self._aborted,
             num_running=usage.num_running,
             num_waiting=usage.num_waiting,
             kv_tokens=usage.kv_tokens,
@@ -169,13 +172,15 @@ class Progress:
         for attempt in attempts:
             attempt.num_reported, attempt.logprobs = len(attempt.tokens), []
         self._listed_before = bool(self._generating)
-        self._ended, self._prompts, self._finished, self._rewarded, self._failed = [], [], [], [], []
+        self._ended, self._prompts, self._finished, self._rewarded = [], [], [], []
+        self._failed, self._aborted = [], []
 
     def _end(self, attempt: Attempt, output: Output) -> Attempt | None:
-        if attempt.aborted:
-            return None
         reason = output.finish_reason
         assert reason is not None
+        if attempt.aborted and reason not in ("stop", "length"):
+            self._aborted.append(wire.Aborted(trajectory=attempt.trajectory, attempt=attempt.attempt))
+            return None
         if reason in ("stop", "length"):
             self._finished.append(_finished(attempt, reason, output.queued_s, output.decode_s))
             self._rewarding[attempt.identity] = attempt

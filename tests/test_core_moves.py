@@ -1,0 +1,189 @@
+"""Repacking carried out, and the continuous refresh policy: events in, actions out. The planner has test_core_repack.py."""
+
+import pytest
+from core_world import Driver, of, settings
+
+from laminar.core import actions, events
+from laminar.core.decisions import Repack, Transfer
+from laminar.core.records import ReplicaState, VersionRecord
+from laminar.core.refresh import draining
+from laminar.core.turn import Turn
+from laminar.ids import Version, WorkerId
+
+PERIOD = 5.0
+
+
+def tailing(**changes: object) -> Driver:
+    """Two replicas of v0 past their peak: r0 with one trajectory of 4 tokens left, r1 with two of 6."""
+    small = {"repack_interval_s": PERIOD, "local_batch_groups": 1, "buffer_groups_max": 2}
+    driver = Driver(settings(**{**small, **changes}))
+    driver.start("r0", "r1")
+    first, second = driver.generating("r0")
+    a, b = driver.generating("r1")
+    driver.report("r0", {first: 4, second: 4}, kv_tokens=50)
+    driver.report("r1", {a: 6, b: 6}, kv_tokens=60)
+    driver.send(events.TimerFired(), after=PERIOD)  # a first check, which sees both at their peak
+    driver.report("r0", {first: 4}, finish=[second], reward={second: 1.0}, kv_tokens=20)
+    driver.report("r1", {a: 6, b: 6}, kv_tokens=40)
+    return driver
+
+
+def check(driver: Driver) -> list[actions.AnyAction]:
+    return driver.send(events.TimerFired(), after=PERIOD)
+
+
+def test_a_replica_past_its_peak_is_emptied_into_another_of_its_version() -> None:
+    driver = tailing()
+    (moving,) = driver.generating("r0")
+    (abort,) = of(check(driver), actions.AbortAttempts)
+    assert (abort.worker, abort.trajectories, abort.attempts) == ("r0", [moving], [1])
+    (start,) = of(driver.report("r0", {moving: 5}, aborted=[moving]), actions.StartGroup)
+    assert (start.worker, start.version) == ("r1", Version(0, 0))
+    assert [(s.trajectory, s.attempt, s.resume) for s in start.starts] == [(moving, 2, True)]
+    record = driver.core.state.repack
+    assert (record.num_released, record.num_moves, record.num_moved_tokens) == (1, 1, 5)
+
+
+def test_a_check_explains_itself_for_every_replica() -> None:
+    driver = tailing()
+    assert all(reason.startswith("not past its peak") for reason in driver.core.state.repack.reasons.values())
+    check(driver)
+    reasons = driver.core.state.repack.reasons
+    assert reasons[WorkerId("r0")].startswith("source")
+    assert reasons[WorkerId("r1")].startswith("destination")
+
+
+def test_the_emptied_replica_pulls_the_newest_version_at_once() -> None:
+    driver = tailing(batch_groups=1, buffer_groups_max=3)
+    third = driver.generating("r0")[0]
+    driver.report("r1", {t: 6 for t in driver.generating("r1")}, kv_tokens=30)
+    check(driver)
+    driver.core.state.versions[-1].ready = True
+    made = Version(1, 0)
+    driver.core.state.trainer.step = 1
+    driver.core.state.versions.append(VersionRecord(version=made))
+    assert not of(driver.ready(made), actions.PullWeights), "nothing pulls while it generates or expects a trajectory"
+    (pull,) = of(driver.report("r0", {third: 5}, aborted=[third]), actions.PullWeights)
+    assert (pull.worker, pull.version) == ("r0", made)
+    assert driver.core.state.replicas[WorkerId("r1")].state == ReplicaState.GENERATING
+
+
+def test_a_trajectory_that_finishes_first_is_finished_and_not_moved() -> None:
+    driver = tailing()
+    (moving,) = driver.generating("r0")
+    check(driver)
+    new = driver.report("r0", {moving: 6}, finish=[moving], reward={moving: 1.0})
+    assert not any(moving in [s.trajectory for s in start.starts] for start in of(new, actions.StartGroup))
+    assert driver.core.state.replicas[WorkerId("r1")].incoming == {}
+    assert driver.core.state.repack.num_moves == 0
+
+
+def test_a_destination_keeps_its_version_until_what_it_expects_has_come() -> None:
+    driver = tailing()
+    (moving,) = driver.generating("r0")
+    check(driver)
+    driver.complete_all("r1")
+    replica = driver.core.state.replicas[WorkerId("r1")]
+    assert (replica.version, list(replica.incoming)) == (Version(0, 0), [moving])
+    (start,) = of(driver.report("r0", {moving: 5}, aborted=[moving]), actions.StartGroup)
+    assert start.worker == "r1"
+
+
+def test_a_lost_destination_leaves_the_trajectory_to_any_other_holder_of_its_version() -> None:
+    driver = tailing()
+    (moving,) = driver.generating("r0")
+    check(driver)
+    driver.lost("r1")
+    starts = of(driver.report("r0", {moving: 5}, aborted=[moving]), actions.StartGroup)
+    ours = [s for start in starts if start.worker == "r0" for s in start.starts if s.trajectory == moving]
+    assert [(s.attempt, s.resume) for s in ours] == [(2, True)]
+
+
+def test_a_source_lost_in_mid_move_costs_no_more_than_its_last_flush() -> None:
+    driver = tailing()
+    (moving,) = driver.generating("r0")
+    check(driver)
+    starts = of(driver.lost("r0"), actions.StartGroup)
+    ours = [(start.worker, s.attempt, s.resume) for start in starts for s in start.starts if s.trajectory == moving]
+    assert ours == [("r1", 2, True)]
+    assert driver.core.state.trajectories[moving].num_tokens == 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("verdict", ["apply", "skip"])
+def test_a_held_repack_moves_nothing_until_it_is_applied(verdict: str) -> None:
+    driver = tailing()
+    driver.send(events.HoldChanged(pass_name="repack", held=True))
+    assert not of(check(driver), actions.AbortAttempts)
+    (number,) = driver.core.state.held
+    new = driver.send(events.DecisionResolved(decision=number, verdict=verdict))
+    assert len(of(new, actions.AbortAttempts)) == (verdict == "apply")
+    assert driver.core.state.repack.planned == []
+
+
+def test_an_operator_may_send_the_trajectories_the_other_way() -> None:
+    driver = tailing()
+    driver.send(events.HoldChanged(pass_name="repack", held=True))
+    check(driver)
+    (number,) = driver.core.state.held
+    back = Repack(
+        transfers=[
+            Transfer(
+                source=WorkerId("r1"),
+                destination=WorkerId("r0"),
+                trajectories=list(driver.generating("r1")),  # type: ignore[arg-type]
+            )
+        ]
+    )
+    (abort,) = of(
+        driver.send(events.DecisionResolved(decision=number, verdict="apply", replacement=back)), actions.AbortAttempts
+    )
+    assert (abort.worker, len(abort.trajectories)) == ("r1", 2)
+
+
+def test_a_check_follows_every_train_step() -> None:
+    driver = Driver(settings(repack_interval_s=1000.0))
+    driver.start("r0")
+    driver.complete_all("r0")
+    before = driver.core.state.repack.num_checks
+    driver.step_done()
+    assert driver.core.state.repack.num_checks == before + 1
+
+
+def test_without_an_interval_nothing_is_ever_repacked() -> None:
+    driver = tailing(repack_interval_s=0.0)
+    assert not of(check(driver), actions.AbortAttempts)
+    assert driver.core.state.repack.num_checks == 0
+
+
+# ---- the continuous refresh policy -------------------------------------------------------------------------
+
+
+def continuous(*replicas: str, **changes: object) -> Driver:
+    small = {"refresh_policy": "continuous", "local_batch_groups": 1, "buffer_groups_max": 8, "steps": 9}
+    driver = Driver(settings(**{**small, **changes}))
+    driver.start(*replicas)
+    return driver
+
+
+def test_a_replica_admits_beyond_its_local_batch_while_its_version_is_the_newest() -> None:
+    driver = continuous("r0")
+    assert len(driver.generating("r0")) == 16, "the buffer limit, not the local batch, holds it back"
+
+
+def test_only_a_share_of_the_fleet_drains_at_once() -> None:
+    driver = continuous(draining_share=0.5, buffer_groups_max=16)
+    names = ("r0", "r1", "r2", "r3")
+    for name in names:
+        driver.join(name, requests=4)
+        driver.refreshed(name)
+    for name in ("r0", "r1"):
+        driver.complete_all(name)
+    driver.step_done()
+    driver.ready(Version(1, 0))
+    drains = draining(Turn(driver.core.state, driver.core.settings, driver.core.story))
+    assert len(drains) == 2
+    for name in names:
+        here = driver.generating(name)[:2]
+        new = driver.report(name, {t: 3 for t in here}, finish=here, reward={t: 1.0 for t in here})
+        began = [start for start in of(new, actions.StartGroup) if start.worker == name]
+        assert bool(began) == (name not in drains), f"{name}: {began}"

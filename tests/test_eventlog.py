@@ -157,7 +157,7 @@ async def test_a_failed_write_reaches_those_who_wait_and_those_who_ask_later(tmp
     log.start(lambda seq: None)
     log.append(1, 0.0, "e", b"")
     for _ in range(2):
-        with pytest.raises((OSError, ValueError), match="No space left|not an error of the disk"):
+        with pytest.raises((OSError, ValueError), match=r"No space left|not an error of the disk"):
             await durable(log, 1)
     assert log.failure is not None
     assert log.durable == 0

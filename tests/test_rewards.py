@@ -148,7 +148,7 @@ async def test_asynchronous_scorers_run_side_by_side_in_one_child(make_pool: Any
 async def test_a_hanging_score_fails_alone_after_one_more_try(make_pool: Any) -> None:
     score = await make_pool(reward_timeout_s=0.4)
     failure, *others = await asyncio.gather(score("hang"), *(score("length abc") for _ in range(20)))
-    assert (failure.kind, failure.reason) == ("infra", "reward_timeout")
+    assert (failure.kind, failure.reason) == ("data", "reward_timeout")
     assert [other.reward for other in others] == [3.0] * 20
 
 

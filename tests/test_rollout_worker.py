@@ -341,8 +341,8 @@ async def test_an_evaluation_beside_other_work_is_greedy_and_scored(config: Conf
         await bench.end.until(lambda: len(bench.end.of(wire.EvaluationDone)) == 2)
         first, second = bench.end.of(wire.EvaluationDone)
         assert (first.score, first.accuracy) == (second.score, 0.0)
-        assert 0 < first.score <= 5 * 0.04 / 7
-        assert first.num_prompts == 7
+        assert 0 < first.score <= 0.04
+        assert first.num_prompts == 5  # those that can be scored
         (failed,) = bench.end.of(wire.EvaluationFailed)
         assert (failed.evaluation, "holds v0" in failed.reason) == (3, True)
         await bench.until("rewarded", 2)

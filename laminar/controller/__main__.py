@@ -2,9 +2,10 @@
 
 import argparse
 import asyncio
+import contextlib
 import io
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from laminar import __version__, configfile, hosts
 from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.plan import describe, plan, url_of
-from laminar.errors import ConfigError, LaminarError
+from laminar.errors import ConfigError, LaminarError, StartError
 from laminar.plugins import load_object
 
 EXIT_INTERRUPTED = 130
@@ -125,7 +126,30 @@ def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "ru
         )
         return await application.run()
 
-    return _run_loop(go)
+    with _log_to(directory.logs / "controller.log"):
+        return _run_loop(go)
+
+
+@contextlib.contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """The controller's own log lies beside those of its workers: the terminal belongs to the display."""
+    import structlog
+
+    try:
+        file = path.open("a", buffering=1)
+    except OSError as error:
+        raise StartError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        render = structlog.dev.ConsoleRenderer(colors=False)
+        stamp = structlog.processors.TimeStamper(fmt="iso")
+        structlog.configure(
+            processors=[structlog.processors.add_log_level, stamp, render],
+            logger_factory=structlog.WriteLoggerFactory(file),
+        )
+        try:
+            yield
+        finally:
+            structlog.reset_defaults()
 
 
 def _sampler(reference: str) -> Any:

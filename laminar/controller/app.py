@@ -22,7 +22,7 @@ from laminar.config import Config
 from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
-from laminar.controller.launch import Launcher
+from laminar.controller.launch import Launcher, root_cause
 from laminar.controller.plan import plan, url_of
 from laminar.controller.rundir import RunDirectory, write_token, write_url
 from laminar.controller.runtime import Runtime
@@ -44,6 +44,7 @@ logger = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25  # of the live panel
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+DROPS_MIN = 64  # groups in a row: chance alone does not drop so many; an outage may drop all that are under way at once
 
 
 def settings_of(config: Config, prompts: PromptSet) -> Settings:
@@ -72,6 +73,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         sampler_budget_ms=config.buffer.sampler_budget_ms,
         checkpoint_every=config.trainer.checkpoint_every,
         evaluate=bool(prompts.held_out),
+        drops_without_progress_max=max(DROPS_MIN, config.buffer_groups_max),
         reconnect_grace_s=config.controller.heartbeat_timeout_s,
     )
 
@@ -94,6 +96,8 @@ class Application:
         self._began = time.monotonic()
         self._interrupts = 0
         self._joined: set[str] = set()
+        self._expected: dict[str, int] = {}
+        self._failures_told: set[str] = set()
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -237,7 +241,7 @@ class Application:
             )
 
     def _has_joined(self, name: str, count: int) -> bool:
-        return sum(worker == name or worker.startswith(f"{name}/") for worker in self._joined) >= count
+        return _count(self._joined, name) >= count
 
     def _post(self, event: events.AnyEvent) -> int:
         return self._runtime.post(event)
@@ -256,6 +260,7 @@ class Application:
         self._telemetry.on_message(channel.worker, message)
         if isinstance(message, wire.RolloutReport):
             self._take_tokens(message)
+            self._tell_failures(message)
         elif isinstance(message, wire.WorkerFailed) and message.detail:
             logger.error("worker.failed", worker=channel.worker, reason=message.reason, detail=message.detail)
         event = channel.origin.to_event(message)
@@ -265,6 +270,18 @@ class Application:
         for prompt in report.prompts:
             self._tokens.put_prompt(prompt.group, prompt.tokens)
         self._tokens.take(report)
+
+    def _tell_failures(self, report: wire.RolloutReport) -> None:
+        """The first failure of each kind, with what the user's code said; the ledger counts the others."""
+        for failed in report.failed:
+            if failed.reason not in self._failures_told:
+                self._failures_told.add(failed.reason)
+                cause, traceback = (failed.detail.strip().splitlines() or ["no details"])[-1], ""
+                if cause != failed.detail.strip():
+                    traceback = "\n" + _indent(failed.detail)
+                follows = "will be tried again" if failed.kind == "infra" else "will not be trained on"
+                text = f"a trajectory {follows} (told once of each kind): {cause}{traceback}"
+                self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=failed.reason, text=text))
 
     def _observe(self, event: events.AnyEvent) -> None:
         self._telemetry.observe(event)
@@ -279,6 +296,8 @@ class Application:
     def _on_exit(self, name: str, code: int, last_lines: str) -> None:
         workers = [c for c in self._server.channels() if c.worker == name or c.worker.startswith(f"{name}/")]
         ending = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        rank, last_lines = root_cause(last_lines)
+        ending += f" because {name}/{rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{_indent(last_lines)}" if last_lines else f"{ending} without a word"
         for channel in workers:
             self._post(events.WorkerLost(worker=channel.worker, incarnation=channel.incarnation, reason=reason))
@@ -320,7 +339,8 @@ class Application:
         for role in ("rollout", "trainer", "relay"):
             for worker in self._server.workers(role):
                 self._server.send(worker, wire.Stop(reason="the run is over"))
-        await self._launcher.stop()
+        connected = {channel.worker for channel in self._server.channels()}
+        await self._launcher.stop({name for name in self._expected if _count(connected, name) >= self._expected[name]})
         await self._runtime.close()
         await self._server.close()
         self._leave_nothing()
@@ -333,6 +353,10 @@ class Application:
     def _leave_nothing(self) -> None:
         paths.remove(paths.shm_directory(self._run_id))
         self._run.token.unlink(missing_ok=True)
+
+
+def _count(workers: set[WorkerId] | set[str], process: str) -> int:
+    return sum(worker == process or worker.startswith(f"{process}/") for worker in workers)
 
 
 def _indent(text: str) -> str:

@@ -75,7 +75,10 @@ class EventLog:
         self._lock_file = -1
 
     def begin_boot(self, started: float, pid: int, host: str, resumed_step: int) -> int:
-        """Take the run for this process and the next boot number, durably. Raises StartError if that is impossible."""
+        """Take the run for this process and the next boot number, durably. Raises StartError if that is impossible.
+
+        What steps after `resumed_step` left is taken back: they are done again, with other trajectories.
+        """
         self._take_lock(pid, host)
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
@@ -84,6 +87,11 @@ class EventLog:
                 self._boot = int(row[0])
                 database.execute(
                     "INSERT INTO boots VALUES (?, ?, ?, ?, ?)", (self._boot, started, pid, host, resumed_step)
+                )
+                database.execute("DELETE FROM metrics WHERE step > ?", (resumed_step,))
+                database.execute(
+                    "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?",
+                    (resumed_step,),
                 )
         except sqlite3.Error as error:
             self._release_lock()

@@ -8,6 +8,7 @@ in sessions of their own (torchrun's ranks).
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,10 @@ TOKEN, NAME = "LAMINAR_TOKEN", "LAMINAR_PROCESS"  # environment of every process
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
 LAST_LINES = 15
+TORCHRUN_REPORT = re.compile(
+    r"^=+\n.* FAILED\n.*^Root Cause.*?^  rank +: (?P<rank>\d+).*?^  exitcode +: (?P<code>-?\d+) +\(pid: (?P<pid>\d+)\)",
+    re.DOTALL | re.MULTILINE,
+)
 KILL_ROUNDS = 2  # the second meets what the first saw being born
 
 
@@ -94,9 +99,12 @@ class Launcher:
             self._given_up.add(name)
             _kill(self._processes(name))
 
-    async def stop(self) -> None:
-        """Wait for processes that were asked to stop, then insist."""
+    async def stop(self, asked: set[str]) -> None:
+        """Wait for the processes that were asked to stop, then insist; the others (still importing) get SIGTERM at once."""
         self._stopping = True
+        for name in self.alive:
+            for process in [] if name in asked else self._processes(name):
+                _signal(process, signal.SIGTERM)
         await self._wait(ASKED_S)
         left = self._processes()
         for process in left:
@@ -137,6 +145,17 @@ class Launcher:
         except (psutil.Error, OSError):  # ended, or somebody else's
             return False
         return environment.get(TOKEN) == self._token and name in (None, environment.get(NAME))
+
+
+def root_cause(lines: str) -> tuple[str, str]:
+    """What torchrun's report in the last lines of a log says ("0 ended by signal 9"; empty if there is none), and the rest."""
+    found = TORCHRUN_REPORT.search(lines)
+    if found is None:
+        return "", lines
+    code = int(found["code"])
+    ending = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    rest = [line for line in lines[: found.start()].splitlines() if "torch/distributed" not in line]
+    return f"{found['rank']} {ending} (pid {found['pid']})", "\n".join(rest)
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ import shlex
 import sqlite3
 from pathlib import Path
 
+from laminar.controller.rundir import complete_checkpoints
 from laminar.core.ledger import is_closed
 from laminar.core.records import Account, State
 
@@ -21,7 +22,7 @@ def summarize(run: Path, state: State, elapsed_s: float) -> str:
             ]  # fmt: skip
     except sqlite3.Error as error:
         lines = [f"{run / 'run.db'} cannot be read: {error}"]
-    return "\n".join([*lines, *_ledger(state), *_next_steps(run, state)])
+    return "\n".join([*lines, *_repack(state), *_ledger(state), *_next_steps(run, state)])
 
 
 def _series(database: sqlite3.Connection, name: str) -> list[float]:
@@ -34,13 +35,14 @@ def _mean(values: list[float]) -> float:
 
 def _outcome(database: sqlite3.Connection, state: State) -> list[str]:
     rewards = _series(database, "reward/mean")
-    lines = [f"run {state.finished or 'not finished'} at step {state.trainer.step}"]
+    ending = (state.finished or "not finished") if state.ok else "failed"
+    lines = [f"run {ending} at step {state.trainer.step}"]
     if rewards:
         first, last = _mean(rewards[:NUM_STEPS]), _mean(rewards[-NUM_STEPS:])
         lines.append(
             f"reward             {first:.3f} → {last:.3f}  (mean of the first and last {NUM_STEPS} of {len(rewards)} steps)"
         )
-    done = {evaluation.name: evaluation for evaluation in state.evaluations if evaluation.done}
+    done = {evaluation.name: evaluation for evaluation in state.evaluations if evaluation.num_prompts}
     if "before" in done:
         before, after = done["before"], done.get("after")
         for name, key in (("greedy accuracy", "accuracy"), ("greedy reward", "score")):
@@ -66,18 +68,31 @@ def _speed(database: sqlite3.Connection, elapsed_s: float) -> list[str]:
 
 
 def _staleness(database: sqlite3.Connection) -> list[str]:
-    lines = ["staleness          trained trajectories by trainer steps behind"]
+    lines = []
     for name in ("s_gen", "residence", "s_train"):
         rows = database.execute(
             f"SELECT {name}, count(*) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY {name} ORDER BY {name}"
         ).fetchall()
         lines.append(f"  {name:<16} " + "  ".join(f"{steps}: {count}" for steps, count in rows))
-    return lines
+        if not rows:
+            return []
+    return ["staleness          trained trajectories by trainer steps behind", *lines]
 
 
 def _dropped(database: sqlite3.Connection) -> list[str]:
-    alarms = database.execute("SELECT name, count(*), max(text) FROM alarms GROUP BY name").fetchall()
-    return [f"alarm              {name} × {count}: {text}" for name, count, text in alarms]
+    statement = "SELECT name, count(*), text, max(at) FROM alarms WHERE name != 'run-failed' GROUP BY name"
+    alarms = database.execute(statement).fetchall()
+    return [f"alarm              {name} × {count}: {text.splitlines()[0]}" for name, count, text, _ in alarms]
+
+
+def _repack(state: State) -> list[str]:
+    repack = state.repack
+    if not repack.num_checks:
+        return []
+    return [
+        f"repack             {repack.num_moves} moves from {repack.num_released} emptied replicas in {repack.num_checks} checks,"
+        f" {repack.num_moved_tokens} response tokens prefilled again"
+    ]
 
 
 def _ledger(state: State) -> list[str]:
@@ -97,9 +112,13 @@ def _ledger_line(name: str, verb: str, account: Account) -> str:
 
 def _next_steps(run: Path, state: State) -> list[str]:
     path = shlex.quote(str(run))
+    more = f" run.steps={2 * state.trainer.step}" if state.finished == "completed" else ""
+    resume = f"python -m laminar.controller --resume {path}{more}"
+    if not complete_checkpoints(run / "checkpoints"):
+        resume = "not possible: the run ended before its first checkpoint"
     return [
         f"run directory      {run}",
-        f"resume             python -m laminar.controller --resume {path} run.steps={max(state.trainer.step * 2, 1)}",
+        f"resume             {resume}",
         f"look               python scripts/asynchrony.py {path}",
         f"                   sqlite3 {path}/run.db 'SELECT step, value FROM metrics WHERE name = \"reward/mean\"'",
     ]

@@ -45,7 +45,7 @@ class RewardFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     reason: str
-    """``reward_error``, ``reward_nan`` (data); ``reward_timeout``, ``reward_crash`` (infra)."""
+    """``reward_error``, ``reward_nan``, ``reward_timeout`` (data); ``reward_crash`` (infra)."""
     detail: str = ""
 
 
@@ -87,7 +87,7 @@ class RewardPool:
             await asyncio.sleep(delay_s)
         answer = await future
         if answer.reason:
-            kind = "data" if answer.reason in ("reward_error", "reward_nan") else "infra"
+            kind = "infra" if answer.reason == "reward_crash" else "data"  # a timeout has had its second try here
             return RewardFailure(kind=kind, reason=answer.reason, detail=answer.detail)
         return Reward(reward=answer.reward, parts=answer.parts, reward_s=time.monotonic() - began)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from laminar.errors import StartError
@@ -134,7 +135,7 @@ def _load(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
         raise StartError(f"no config.json in {model_path!r}: give the directory of a Hugging Face causal LM")
     try:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise StartError(f"cannot load the model in {model_path!r}: {type(error).__name__}: {error}") from error
     return model.eval().requires_grad_(False)
 

@@ -6,7 +6,7 @@ import msgspec
 
 from laminar import wire
 from laminar.errors import LaminarError
-from laminar.tasks.rewards import Reward, RewardPool
+from laminar.tasks.rewards import Reward, RewardFailure, RewardPool
 from laminar.workers.engines.base import Output
 from laminar.workers.rollout.requests import Requests
 from laminar.workers.rollout.text import TextCodec
@@ -49,12 +49,19 @@ class Evaluator:
             live.future.set_exception(EvaluationError(f"the engine ended a request with {output.finish_reason!r}"))
 
     async def scores(self, prompts: list[wire.Prompt]) -> list[float]:
-        """One score per prompt; a prompt that leaves no room for an answer, or whose score fails, counts 0.
+        """The scores of those prompts that can be scored: one that leaves no room for an answer, or whose reward fails, has none.
 
-        Raises EvaluationError when the engine fails, PromptError for a prompt that cannot be encoded.
+        Raises EvaluationError when the engine or every score fails, PromptError for a prompt that cannot be encoded.
         """
         encoded = [self._codec.encode(prompt) for prompt in prompts]
-        return await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
+        results = await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
+        scores = [result.reward for result in results if isinstance(result, Reward)]
+        if prompts and not scores:
+            reasons = [f"{result.reason}: {result.detail}" for result in results if isinstance(result, RewardFailure)]
+            raise EvaluationError(
+                f"none of {len(prompts)} held-out prompts has a score; {reasons[:1] or 'all are too long'}"
+            )
+        return scores
 
     def _ask(self, prompt_tokens: list[int]) -> "asyncio.Future[list[int]] | None":
         if self._requests.num_tokens_max(len(prompt_tokens)) < 1:
@@ -63,9 +70,9 @@ class Evaluator:
         self._live[self._requests.greedy(prompt_tokens)] = _Live([], future)
         return future
 
-    async def _score(self, prompt: wire.Prompt, answer: "asyncio.Future[list[int]] | None") -> float:
+    async def _score(
+        self, prompt: wire.Prompt, answer: "asyncio.Future[list[int]] | None"
+    ) -> Reward | RewardFailure | None:
         if answer is None:
-            return 0.0
-        text = self._codec.decode(await answer)
-        result = await self._rewards.score(prompt, text, prompt.prompt)
-        return result.reward if isinstance(result, Reward) else 0.0
+            return None
+        return await self._rewards.score(prompt, self._codec.decode(await answer), prompt.prompt)

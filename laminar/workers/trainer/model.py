@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -64,7 +65,7 @@ def load_model(path: str, *, activation_checkpointing: bool = False) -> PreTrain
     try:
         config = _without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise StartError(f"model.path = {path!r} cannot be loaded as a causal LM: {error}") from error
     model.config.use_cache = False
     if activation_checkpointing:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -177,20 +178,30 @@ async def test_actions_that_an_effect_leads_to_while_others_wait_are_performed_o
     script = {
         "x": lambda seq: [forget(seq, 1), alarm(seq, "ask")],
         "answer": lambda seq: [forget(seq, 2), alarm(seq, "last")],
+        "y": lambda seq: [forget(seq, 3)],
     }
     world = make(script)
-    world.start()
+    entered, permits = threading.Semaphore(0), threading.Semaphore(0)
+
+    def before_commit() -> None:
+        entered.release()
+        assert permits.acquire(timeout=10)
 
     def perform(action: actions.AnyAction) -> None:
         world.done.append(shown(action) if isinstance(action, actions.RaiseAlarm) else action.trajectories[0])
         if shown(action) == "ask":
             world.runtime.post(say("answer"))
 
-    world.runtime.perform = perform
+    world.log._before_commit, world.runtime.perform = before_commit, perform
+    world.start()
     world.runtime.post(say("x"))
-    for _ in range(3):
-        await world.until_durable()
-    assert world.done == [1, "ask", 2, "last"]
+    permits.release()
+    await asyncio.to_thread(entered.acquire, timeout=10)
+    await asyncio.to_thread(entered.acquire, timeout=10)  # the commit of the answer has begun
+    world.runtime.post(say("y"))
+    permits.release(2)
+    await world.until_durable()
+    assert world.done == [1, "ask", 2, "last", 3]
 
 
 async def test_the_end_of_the_run_does_not_overtake_records_that_wait(make) -> None:

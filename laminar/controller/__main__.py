@@ -140,7 +140,7 @@ def _log_to(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StartError(f"cannot write {path}: {error.strerror}") from error
     with file:
-        render = structlog.dev.ConsoleRenderer(colors=False)
+        render = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
         stamp = structlog.processors.TimeStamper(fmt="iso")
         structlog.configure(
             processors=[structlog.processors.add_log_level, stamp, render],

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -27,6 +27,8 @@ from laminar.core.sampling import Sampler
 from laminar.ids import WorkerId
 
 logger = structlog.get_logger(__name__)
+
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Prompts:
@@ -169,7 +171,7 @@ class Effects:
             self._answer(action, error=f"{type(sampler).__name__}.{method} raised {type(error).__name__}: {error}")
             return
         try:
-            groups = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[int])
+            groups = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[_Id])
         except msgspec.ValidationError:
             fault = f"{type(sampler).__name__}.select returned {_shown(chosen)}, expected a list of group ids"
             self._answer(action, error=fault)

@@ -52,9 +52,9 @@ class Launcher:
     async def start(self, process: Process) -> None:
         """Start one process. Raises StartError if that is impossible."""
         log = self.log_path(process.name)
-        log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **process.environment, TOKEN: self._token, NAME: process.name}
         try:
+            log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 child = await asyncio.create_subprocess_exec(
                     *process.command,

@@ -14,7 +14,7 @@ NUM_STEPS = 3  # rewards of single steps are noisy; the first and last few say m
 
 def summarize(run: Path, state: State, elapsed_s: float) -> str:
     """Many lines for people; without the database's if it cannot be read."""
-    uri = f"{(run / 'run.db').absolute().as_uri()}?mode=ro"
+    uri = f"{(run / 'run.db').absolute().as_uri()}?mode=rw"  # the last one to close removes the write-ahead log
     try:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
             lines = [

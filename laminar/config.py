@@ -82,6 +82,11 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""
+    length_floor_median: int = 0
+    """Stop tokens are ignored for the first tokens of a response, as many as a log-normal draw per trajectory with this median
+    says: long-tailed lengths, for trying out scheduling. 0 = off."""
+    length_floor_p99: int = 0
+    """99th percentile of that draw."""
     max_concurrent: int = 128
     """Most requests decoding at once per replica."""
     local_batch_groups: int = 0

@@ -129,14 +129,13 @@ def test_an_aborted_attempt_without_new_tokens_is_not_listed_again(progress: Pro
     assert rows(report(progress)) == [(12, 2, 0)]
 
 
-def test_the_reward_of_an_attempt_aborted_meanwhile_is_dropped(progress: Progress) -> None:
+def test_an_abort_that_comes_after_the_finish_does_not_cost_the_reward(progress: Progress) -> None:
     due = progress.generated(output(1, [4], "stop"))
     assert due is not None
     assert progress.abort(TrajectoryId(11), 1) is None
     progress.rewarded(due, 1.0, {}, 0.1)
-    progress.unrewarded(due, "data", "reward_error", "")
     last = report(progress)
-    assert (last.rewarded, last.failed) == ([], [])
+    assert [r.trajectory for r in last.finished] == [r.trajectory for r in last.rewarded] == [11]
 
 
 def test_an_abort_of_another_attempt_changes_nothing(progress: Progress) -> None:

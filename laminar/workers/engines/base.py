@@ -26,8 +26,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0 = off."""
     stop_ids: tuple[int, ...] = ()
     """Generation ends after one of these tokens, which belongs to the response."""
+    ignore_stop_until: int = 0
+    """Stop tokens among the first so many response tokens (prefix included) do not end generation."""
     seed: int = 0
-    """Same seed, prompt, prefix and weights on the same machine: same tokens, whatever else runs in the batch (up to floating-point ties)."""
+    """Same seed, prompt, prefix and weights on the same machine: same tokens, whatever else runs in the batch (up to
+    floating-point ties)."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ class Live(msgspec.Struct, kw_only=True, eq=False):
         self.logprobs.append(logprob)
         self.last_token = token
         self.num_tokens += 1
-        if token in self.stop_ids:
+        if token in self.stop_ids and self.num_tokens > self.request.sampling.ignore_stop_until:
             return "stop"
         return "length" if self.num_tokens >= self.num_tokens_max else None
 

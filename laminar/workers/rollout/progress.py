@@ -113,7 +113,7 @@ class Progress:
         self._failed.append(failure)
 
     def rewarded(self, attempt: Attempt, reward: float, parts: dict[str, float], reward_s: float) -> None:
-        """The score of a finished attempt; dropped if the attempt was aborted meanwhile."""
+        """The score of a finished attempt."""
         if self._rewarding.pop(attempt.identity, None) is not None:
             self._rewarded.append(
                 wire.Rewarded(
@@ -126,13 +126,19 @@ class Progress:
             )
 
     def unrewarded(self, attempt: Attempt, kind: str, reason: str, detail: str) -> None:
-        """A finished attempt has no score; dropped if the attempt was aborted meanwhile."""
+        """A finished attempt has no score."""
         if self._rewarding.pop(attempt.identity, None) is not None:
             self.failed(attempt.trajectory, attempt.attempt, kind, reason, detail)
 
+    def withdrawn(self, trajectory: TrajectoryId, attempt: int) -> None:
+        """An attempt was aborted before it was submitted."""
+        self._aborted.append(wire.Aborted(trajectory=trajectory, attempt=attempt))
+
     def abort(self, trajectory: TrajectoryId, attempt: int) -> int | None:
-        """Say no more of this attempt than its tokens and that it ended; the engine's key if it still generates."""
-        self._rewarding.pop((trajectory, attempt), None)
+        """Say no more of this attempt than its tokens and that it ended; the engine's key if it still generates.
+
+        One that has finished is past stopping: its reward follows (a controller that voided it ignores that).
+        """
         for key, candidate in self._generating.items():
             if candidate.identity == (trajectory, attempt):
                 candidate.aborted = True

@@ -118,7 +118,7 @@ class Replica:
                 self._generate(start, _attempt(start, order.prompt, prompt_tokens), prompt_tokens)
 
     def _generate(self, start: wire.TrajectoryStart, attempt: Attempt, prompt_tokens: list[int]) -> None:
-        ended = self._requests.ends(attempt.tokens, len(prompt_tokens))
+        ended = self._requests.ends(attempt.tokens, len(prompt_tokens), start.seed)
         if ended is not None:
             self._complete(attempt, ended)
             return
@@ -138,6 +138,9 @@ class Replica:
         return f"asked for {version}, the replica holds {self.version or 'no version yet'}{doing}"
 
     def _abort(self, identities: set[tuple[TrajectoryId, int]]) -> None:
+        waiting = {(start.trajectory, start.attempt) for order in self._held for start in order.starts}
+        for trajectory, attempt in sorted(waiting & identities):
+            self._progress.withdrawn(trajectory, attempt)
         held = [_without(order, identities) for order in self._held]
         self._held = deque(order for order in held if order.starts)
         for trajectory, attempt in identities:

@@ -1,9 +1,15 @@
 """Engine requests as the run's configuration wants them."""
 
 import itertools
+import math
+import random
 
 from laminar.config import RolloutConfig
+from laminar.ids import derive_seed
 from laminar.workers.engines.base import Engine, Request, SamplingParams
+
+FLOOR_STREAM = 3  # keeps the draw of a length floor apart from the engine's own use of the seed
+Z_99 = 2.3263478740408408  # the standard normal's 99th percentile
 
 
 class Requests:
@@ -17,9 +23,17 @@ class Requests:
         """Most response tokens after such a prompt: `max_tokens`, or what the context leaves; below 1 = no room."""
         return min(self._rollout.max_tokens, self._engine.context_tokens_max - num_prompt_tokens)
 
-    def ends(self, response: list[int], num_prompt_tokens: int) -> str | None:
+    def length_floor(self, seed: int) -> int:
+        """Tokens for which stop tokens are ignored: log-normal with the configured median and 99th percentile, by `seed`."""
+        median, p99 = self._rollout.length_floor_median, self._rollout.length_floor_p99
+        if not median:
+            return 0
+        sigma = math.log(max(1.0, p99 / median)) / Z_99
+        return int(median * math.exp(sigma * random.Random(derive_seed(seed, FLOOR_STREAM)).gauss(0.0, 1.0)))
+
+    def ends(self, response: list[int], num_prompt_tokens: int, seed: int) -> str | None:
         """The finish reason of a response that needs no more tokens."""
-        if response and response[-1] in self._stop_ids:
+        if response and response[-1] in self._stop_ids and len(response) > self.length_floor(seed):
             return "stop"
         return "length" if len(response) >= self.num_tokens_max(num_prompt_tokens) else None
 
@@ -38,6 +52,7 @@ class Requests:
             top_p=self._rollout.top_p if temperature else 1.0,
             top_k=self._rollout.top_k if temperature else 0,
             stop_ids=self._stop_ids,
+            ignore_stop_until=self.length_floor(seed) if temperature else 0,
             seed=seed,
         )
         key = next(self._keys)

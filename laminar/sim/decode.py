@@ -1,0 +1,70 @@
+"""Time of decode steps, in closed form over many steps at once.
+
+With n running requests and K resident KV tokens, step j (0-based; each step adds n KV tokens) takes
+
+    t_j = max(weights + kv (K + n j), flops n) + overhead
+
+(roofline: bytes read over effective bandwidth, or FLOPs over effective peak). The first arm grows linearly in j and the second is
+constant, so a sum over m steps is two arithmetic series.
+"""
+
+from dataclasses import dataclass
+
+from laminar.sim.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeModel:
+    """The coefficients for one replica, seconds."""
+
+    weights_s: float
+    """To read all weights once."""
+    kv_s: float
+    """To read one token's KV."""
+    flops_s: float
+    """Of one request's forward pass at effective peak."""
+    overhead_s: float
+
+    def step_s(self, num_running: int, kv_tokens: int) -> float:
+        """The next step's time."""
+        return max(self.weights_s + self.kv_s * kv_tokens, self.flops_s * num_running) + self.overhead_s
+
+    def steps_s(self, num_running: int, kv_tokens: int, num_steps: int) -> float:
+        """The next `num_steps` steps' time."""
+        first = self.weights_s + self.kv_s * kv_tokens
+        growth = self.kv_s * num_running
+        bound = self.flops_s * num_running
+        if first >= bound:
+            compute = 0
+        elif growth <= 0.0 or first + growth * (num_steps - 1) < bound:
+            compute = num_steps
+        else:
+            compute = min(num_steps, int((bound - first) / growth) + 1)
+        memory = num_steps - compute
+        series = (num_steps * (num_steps - 1) - compute * (compute - 1)) / 2
+        return compute * bound + memory * first + growth * series + num_steps * self.overhead_s
+
+    def steps_within(self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int) -> int:
+        """How many whole steps, at most `num_steps_max`, are over after `seconds`."""
+        if num_steps_max <= 0 or self.steps_s(num_running, kv_tokens, num_steps_max) <= seconds:
+            return max(0, num_steps_max)
+        low, high = 0, num_steps_max
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.steps_s(num_running, kv_tokens, middle) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def decode_model(cluster: Cluster) -> DecodeModel:
+    """The coefficients of a cluster's replicas."""
+    model, soft = cluster.model, cluster.software
+    flops = model.tensor_parallel * cluster.hardware.peak_flops * soft.decode_flops_share
+    return DecodeModel(
+        weights_s=model.weight_bytes / cluster.memory_bandwidth,
+        kv_s=model.kv_bytes / cluster.memory_bandwidth,
+        flops_s=2.0 * model.num_parameters / flops,
+        overhead_s=soft.step_overhead_s,
+    )

@@ -1,0 +1,179 @@
+"""Faults by name and rate, drawn from the seed: what breaks, how it is noticed, and when it comes back.
+
+`an hour` faults strike on their own at exponential intervals; `a case` faults spoil one answer in so many.
+
+| name | unit | what happens |
+|---|---|---|
+| engine_crash | an hour | a worker process dies, which its socket tells at once; the same name starts again |
+| host_lost | an hour | all replicas of a host stop; only silence tells; a new host takes the names |
+| partition | an hour | a replica is cut off for longer than the grace; it goes on, returns, is fenced off and starts again |
+| short_partition | an hour | a channel breaks and comes back within the grace |
+| controller_crash | an hour | the core is replaced by one restored from its snapshot |
+| pull_failed, pull_hang | a case | a pull of weights fails, or never answers |
+| version_lost, publish_hang | a case | a publication is lost with the relay's copy, or never reported |
+| reward_infra, reward_data | a case | a reward cannot be computed for reasons of infrastructure, or of data |
+| checkpoint_failed | a case | a checkpoint cannot be written |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from laminar.core import events
+from laminar.core.engine import Core
+from laminar.errors import ConfigError
+from laminar.ids import WorkerId, derive_seed
+from laminar.sim.rollouts import Engine
+from laminar.sim.world import World
+
+FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
+PER_HOUR = ("engine_crash", "host_lost", "partition", "short_partition", "controller_crash")
+PER_CASE = (
+    "pull_failed", "pull_hang", "version_lost", "publish_hang", "reward_infra", "reward_data", "checkpoint_failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPlan:
+    """Which faults, how often, and how long repairs take."""
+
+    rates: tuple[tuple[str, float], ...] = ()
+    """(name, strikes per hour of the run, or probability per case)."""
+    restart_s: float = 60.0
+    """A worker process starts again on its GPUs: weights are pulled after it has joined."""
+    replace_s: float = 240.0
+    """Another host takes a lost one's place."""
+    partition_s: float = 90.0
+    short_partition_s: float = 5.0
+
+
+NO_FAULTS = FaultPlan()
+
+
+def parse(text: str) -> FaultPlan:
+    """``engine_crash=0.5,version_lost=0.01``; a bare name means once an hour, or one case in a hundred. Raises ConfigError."""
+    rates = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in PER_HOUR + PER_CASE:
+            raise ConfigError(f"--faults {part}: no fault {name!r}; there are {', '.join(PER_HOUR + PER_CASE)}")
+        try:
+            rate = float(value) if value else (1.0 if name in PER_HOUR else 0.01)
+        except ValueError:
+            raise ConfigError(f"--faults {part}: {value!r} is not a number; write {name}=0.5") from None
+        highest = 1.0 if name in PER_CASE else 1e5
+        if not 0.0 <= rate <= highest:
+            raise ConfigError(f"--faults {part}: {rate:g} is not between 0 and {highest:g}")
+        rates.append((name, rate))
+    return FaultPlan(rates=tuple(rates))
+
+
+def inject(world: World, plan: FaultPlan, seed: int) -> None:
+    """Let the plan's faults happen in `world`, each kind from its own stream."""
+    if plan.rates:
+        Injector(world, plan, seed)
+
+
+class Injector:
+    """Strikes, and repairs. A strike that finds nothing to break does nothing."""
+
+    def __init__(self, world: World, plan: FaultPlan, seed: int) -> None:
+        self.world, self.plan = world, plan
+        self.random = {
+            name: Random(derive_seed(seed, FAULT_STREAM, index)) for index, name in enumerate(PER_HOUR + PER_CASE)
+        }
+        self._case_rates = {name: rate for name, rate in plan.rates if name in PER_CASE}
+        world.intercept = self.spoils
+        world.rollouts.restart_s = plan.restart_s
+        for name, rate in plan.rates:
+            if name in PER_HOUR and rate > 0:
+                self._arm(name, rate)
+
+    def spoils(self, kind: str, subject: Any) -> bool:
+        """Whether this case goes wrong."""
+        rate = self._case_rates.get(kind, 0.0)
+        struck = rate > 0.0 and self.random[kind].random() < rate
+        self.world.measures.faults[kind] += struck
+        return struck
+
+    def _arm(self, name: str, rate: float) -> None:
+        def strike() -> None:
+            self.strike(name)
+            self._arm(name, rate)
+
+        self.world.after(self.random[name].expovariate(rate / 3600.0), strike)
+
+    def strike(self, name: str, worker: WorkerId | None = None) -> None:
+        """Break something now; `worker` = what, else chance chooses among what works."""
+        actions: dict[str, Callable[[WorkerId], None]] = {
+            "engine_crash": self._engine_crash,
+            "host_lost": self._host_lost,
+            "partition": lambda w: self._cut(w, self.plan.partition_s),
+            "short_partition": lambda w: self._cut(w, self.plan.short_partition_s),
+            "controller_crash": lambda w: self._controller_crash(),
+        }
+        candidates = [w for w, engine in self.world.rollouts.engines.items() if engine.connected]
+        if worker is None and len(candidates) > 1:
+            worker = self.random[name].choice(candidates)
+        if worker in self.world.rollouts.engines and (
+            len(candidates) > 1 or name in ("short_partition", "controller_crash")
+        ):
+            self.world.measures.faults[name] += 1
+            actions[name](worker)
+
+    # ---- the kinds ---------------------------------------------------------------------------------------------
+
+    def _engine_crash(self, worker: WorkerId) -> None:
+        engine = self.world.rollouts.kill(worker)
+        assert engine is not None
+        self.world.rollouts.rejoin(worker, engine.incarnation, self.plan.restart_s)
+        self.world.send(
+            events.WorkerLost(worker=worker, incarnation=engine.incarnation, reason="its process ended with signal 9")
+        )
+
+    def _host_lost(self, worker: WorkerId) -> None:
+        """At least one replica elsewhere survives; a run without any is over, which is another test."""
+        state = self.world.core.state
+        host = state.replicas[worker].host if worker in state.replicas else ""
+        there = [w for w in self.world.rollouts.engines if w in state.replicas and state.replicas[w].host == host]
+        if len(there) >= len([w for w, engine in self.world.rollouts.engines.items() if engine.connected]):
+            there = there[:-1]
+        for name in there:
+            engine = self.world.rollouts.kill(name)
+            assert engine is not None
+            self.world.rollouts.rejoin(name, engine.incarnation, self.plan.replace_s)
+            self.world.send(events.WorkerDisconnected(worker=name, incarnation=engine.incarnation))
+
+    def _cut(self, worker: WorkerId, seconds: float) -> None:
+        engine = self.world.rollouts.engines[worker]
+        engine.connected = False
+        self.world.send(events.WorkerDisconnected(worker=worker, incarnation=engine.incarnation))
+        self.world.after(seconds, lambda: self._heal(worker, engine))
+
+    def _heal(self, worker: WorkerId, engine: Engine) -> None:
+        """Back in time: what it had to say is said. Too late: it is refused, and a new process starts."""
+        world = self.world
+        if world.core.state.finished:
+            return
+        if world.rollouts.engines.get(worker) is not engine:
+            world.send(
+                events.ReplicaJoined(
+                    worker=worker,
+                    incarnation=engine.incarnation,
+                    host="returned",
+                    num_requests_max=world.cluster.num_requests_max,
+                    kv_tokens_max=world.cluster.kv_tokens_max,
+                )
+            )
+            self.world.rollouts.rejoin(worker, engine.incarnation, self.plan.restart_s)
+            return
+        engine.connected = True
+        world.send(events.WorkerReturned(worker=worker, incarnation=engine.incarnation))
+        backlog, engine.backlog, engine.unsent = engine.backlog, [], []
+        for say in backlog:
+            say()
+
+    def _controller_crash(self) -> None:
+        core = self.world.core
+        self.world.core = Core.restore(core.settings, core.snapshot())

@@ -1,0 +1,296 @@
+"""One engine replica with continuous batching, in closed form: nothing happens between two turns but decoding.
+
+    submit ──► waiting ──► running ──► (tool call) paused ──► running … ──► finished
+                  ▲___________│ preempted when the KV cache is full; its KV is computed again later
+
+Every running request gains one token per step, so a request's length is a difference of step counts and a whole batch advances
+in one operation. Changes (joins, aborts, returns from a tool) take effect at the end of the step in progress, as in a real engine:
+`turn`.
+Invariants:
+* `kv_tokens` is the sum of prompt + response tokens over running and paused requests, and at most the capacity unless a single
+  request runs beside paused ones that fill it.
+* A turn happens at a step's end; `wake_at` is the next one at which anything changes.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from laminar.ids import GroupId, TrajectoryId, Version
+from laminar.sim.cluster import Cluster
+from laminar.sim.decode import decode_model
+from laminar.sim.workload import Draw
+
+KV_LOW = 0.95
+"""Requests are admitted up to this share of the KV cache, and a full cache preempts down to it: what was preempted comes back when
+something has finished, not at once."""
+EPSILON_S = 1e-9  # rounding of sums of step times
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One attempt in the engine."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    group: GroupId
+    version: Version
+    draw: Draw
+    num_prompt_tokens: int
+    num_tokens: int
+    """Response tokens when it last began to run."""
+    submitted_at: float
+    prefill_tokens: int
+    """To compute when it is admitted."""
+    next_pause: int = 0
+    began_step: int = -1
+    """Step count when it last began to run; -1 = it does not run."""
+    first_run_at: float = -1.0
+    paused: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What ended at a turn."""
+
+    finished: list[Request] = field(default_factory=list)
+    aborted: list[Request] = field(default_factory=list)
+
+
+class Replica:
+    """The engine of one replica; times are virtual seconds."""
+
+    def __init__(self, cluster: Cluster, now: float = 0.0) -> None:
+        self.cluster = cluster
+        self.model = decode_model(cluster)
+        self.capacity = cluster.kv_tokens_max
+        self.steps = 0
+        self.boundary = now
+        """When the last counted step ended; after prefill, when the next may begin."""
+        self.kv_tokens = 0
+        self.requests: dict[TrajectoryId, Request] = {}
+        self.num_running = 0
+        self.num_generated = 0
+        """Tokens decoded since the beginning."""
+        self.num_prefilled = 0
+        self.num_preemptions = 0
+        self.prefill_s = 0.0
+        self.wake_at = math.inf
+        self._waiting: deque[Request] = deque()
+        self._due: list[tuple[int, int, int]] = []
+        self._returns: list[tuple[float, int, int]] = []
+        self._joining: list[Request] = []
+        self._aborting: dict[TrajectoryId, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no KV yet."""
+        return len(self._waiting) + len(self._joining)
+
+    @property
+    def stopping(self) -> dict[TrajectoryId, int]:
+        """Attempts that end with the present step because they were aborted."""
+        return self._aborting
+
+    # ---- from outside ------------------------------------------------------------------------------------------
+
+    def submit(self, now: float, request: Request) -> None:
+        """Take a request; it runs from the end of the present step on, if there is room."""
+        self.requests[request.trajectory] = request
+        self._joining.append(request)
+        self._wake_at_step_end(now)
+
+    def abort(self, now: float, trajectory: TrajectoryId, attempt: int) -> None:
+        """Stop an attempt at the end of the present step; unknown ones are ignored."""
+        request = self.requests.get(trajectory)
+        if request is not None and request.attempt == attempt:
+            self._aborting[trajectory] = attempt
+            self._wake_at_step_end(now)
+
+    def length(self, request: Request) -> int:
+        """Response tokens so far."""
+        if request.began_step < 0:
+            return request.num_tokens
+        return request.num_tokens + self.steps - request.began_step
+
+    def advance(self, now: float) -> None:
+        """Count the whole steps that are over at `now`."""
+        if self.num_running == 0:
+            return
+        limit = self._steps_to_change()
+        done = self.model.steps_within(self.num_running, self.kv_tokens, now - self.boundary + EPSILON_S, limit)
+        if done:
+            self._step(done)
+
+    def turn(self, now: float) -> Outcome:
+        """Everything that changes at the end of a step; sets `wake_at`."""
+        outcome = Outcome()
+        self.advance(now)
+        if self._joining or self._aborting or self._returns_due(now):
+            self._finish_step(now)
+        if self.boundary <= now + EPSILON_S:
+            if self.num_running == 0:
+                self.boundary = max(self.boundary, now)
+            self._end_due(now, outcome)
+            self._stop_aborted(outcome)
+            self._return_due(now)
+            self._waiting.extend(self._joining)
+            self._joining.clear()
+            self._preempt()
+            self._admit(now)
+        self._set_wake(now)
+        return outcome
+
+    # ---- within ------------------------------------------------------------------------------------------------
+
+    def _step(self, num: int) -> None:
+        self.boundary += self.model.steps_s(self.num_running, self.kv_tokens, num)
+        self.steps += num
+        grown = num * self.num_running
+        self.kv_tokens += grown
+        self.num_generated += grown
+
+    def _finish_step(self, now: float) -> None:
+        """Let the step in progress end before anything changes."""
+        if self.num_running and self.boundary < now - EPSILON_S and self._steps_to_change() > 0:
+            self._step(1)
+
+    def _steps_to_change(self) -> int:
+        """Steps until a request finishes or pauses, or the cache is full."""
+        while self._due and self._is_void(self._due[0]):
+            heappop(self._due)
+        due = max(0, self._due[0][0] - self.steps) if self._due else 0
+        if self.num_running > 1:
+            due = min(due, max(0, (self.capacity - self.kv_tokens) // self.num_running))
+        return due
+
+    def _is_void(self, entry: tuple[int, int, int]) -> bool:
+        request = self.requests.get(TrajectoryId(entry[1]))
+        return request is None or request.attempt != entry[2] or request.began_step < 0
+
+    def _returns_due(self, now: float) -> bool:
+        return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
+
+    def _wake_at_step_end(self, now: float) -> None:
+        self.advance(now)
+        end = self.boundary
+        if self.num_running and self.boundary < now and self._steps_to_change() > 0:
+            end = self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
+        self.wake_at = min(self.wake_at, max(now, end))
+
+    def _set_wake(self, now: float) -> None:
+        wake = max(self._returns[0][0], self.boundary) if self._returns else math.inf
+        if self._joining or self._aborting:
+            wake = min(wake, max(now, self.boundary))
+        if self.num_running:
+            steps = self._steps_to_change()
+            wake = min(wake, self.boundary + self.model.steps_s(self.num_running, self.kv_tokens, steps))
+        self.wake_at = max(now, wake)
+
+    def _begin(self, request: Request) -> None:
+        request.began_step = self.steps
+        pauses = request.draw.pauses
+        target = pauses[request.next_pause].at if request.next_pause < len(pauses) else request.draw.num_tokens
+        heappush(self._due, (self.steps + max(0, target - request.num_tokens), request.trajectory, request.attempt))
+        self.num_running += 1
+
+    def _stop(self, request: Request) -> None:
+        """It no longer runs; its KV stays."""
+        if request.began_step >= 0:
+            request.num_tokens = self.length(request)
+            request.began_step = -1
+            self.num_running -= 1
+
+    def _release(self, request: Request) -> None:
+        resident = request.began_step >= 0 or request.paused
+        self._stop(request)
+        if resident:
+            self.kv_tokens -= request.num_prompt_tokens + request.num_tokens
+            request.paused = False
+
+    def _end_due(self, now: float, outcome: Outcome) -> None:
+        """Requests whose last token, or last token before a tool call, has come."""
+        while self._due and (self._due[0][0] <= self.steps or self._is_void(self._due[0])):
+            entry = heappop(self._due)
+            if self._is_void(entry):
+                continue
+            request = self.requests[TrajectoryId(entry[1])]
+            if request.next_pause < len(request.draw.pauses):
+                self._stop(request)
+                request.paused = True
+                pause = request.draw.pauses[request.next_pause]
+                heappush(self._returns, (self.boundary + pause.latency_s, request.trajectory, request.attempt))
+            else:
+                self._release(request)
+                del self.requests[request.trajectory]
+                self._aborting.pop(request.trajectory, None)
+                outcome.finished.append(request)
+
+    def _stop_aborted(self, outcome: Outcome) -> None:
+        for trajectory, attempt in self._aborting.items():
+            request = self.requests.get(trajectory)
+            if request is None or request.attempt != attempt:
+                continue
+            self._release(request)
+            del self.requests[trajectory]
+            outcome.aborted.append(request)
+        if self._aborting:
+            self._aborting.clear()
+            self._waiting = deque(r for r in self._waiting if r.trajectory in self.requests)
+            self._joining = [r for r in self._joining if r.trajectory in self.requests]
+
+    def _return_due(self, now: float) -> None:
+        """The environment has answered: its tokens are prefilled, decoding goes on."""
+        prefill = 0
+        while self._returns_due(now):
+            _, trajectory, attempt = heappop(self._returns)
+            request = self.requests.get(TrajectoryId(trajectory))
+            if request is None or request.attempt != attempt or not request.paused:
+                continue
+            added = request.draw.pauses[request.next_pause].num_tokens
+            request.next_pause += 1
+            request.paused = False
+            request.num_tokens += added
+            self.kv_tokens += added
+            prefill += added
+            self._begin(request)
+        self._prefill(prefill)
+
+    def _prefill(self, num_tokens: int) -> None:
+        """Decoding of all waits for it."""
+        if num_tokens:
+            seconds = self.cluster.prefill_s(num_tokens)
+            self.boundary += seconds
+            self.prefill_s += seconds
+            self.num_prefilled += num_tokens
+
+    def _preempt(self) -> None:
+        """When not one more step fits, the youngest give their place back until there is some room."""
+        if self.num_running <= 1 or self.kv_tokens + self.num_running <= self.capacity:
+            return
+        running = [r for r in self.requests.values() if r.began_step >= 0]
+        running.sort(key=lambda r: (r.first_run_at, r.trajectory))
+        while len(running) > 1 and self.kv_tokens > KV_LOW * self.capacity:
+            request = running.pop()
+            self._release(request)
+            request.prefill_tokens = request.num_prompt_tokens + request.num_tokens
+            self._waiting.appendleft(request)
+            self.num_preemptions += 1
+
+    def _admit(self, now: float) -> None:
+        limit = KV_LOW * self.capacity
+        prefill, resident = 0, len(self.requests) - len(self._waiting)
+        while self._waiting and resident < self.cluster.num_requests_max:
+            request = self._waiting[0]
+            size = request.num_prompt_tokens + request.num_tokens
+            if self.kv_tokens + size > limit and resident:
+                break
+            self._waiting.popleft()
+            resident += 1
+            self.kv_tokens += size
+            prefill += request.prefill_tokens
+            if request.first_run_at < 0:
+                request.first_run_at = now
+            self._begin(request)
+        self._prefill(prefill)

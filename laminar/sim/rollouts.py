@@ -1,0 +1,316 @@
+"""The rollout side of the simulated world: workers with their engines, and what they report.
+
+A replica reports when something of it finishes and at a coarse flush period; before every repack check it reports its KV use, so
+that the check sees what is. Invariants, checked at every start: an attempt is handed out once; a trajectory keeps one version and
+goes on from exactly the tokens that were reported; weights are pulled under no running request.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laminar.core import actions, events
+from laminar.ids import TrajectoryId, Version, WorkerId
+from laminar.sim.replica import Outcome, Replica, Request
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A worker process with its engine."""
+
+    replica: Replica
+    incarnation: int
+    connected: bool = True
+    backlog: list[Callable[[], None]] = field(default_factory=list)
+    """What it has to say while its channel is broken, in order."""
+    unsent: list[Request] = field(default_factory=list)
+    """What ended while its channel is broken."""
+    wake: int = 0
+    """Number of its valid wake-up; older ones in the heap are void."""
+    reported: tuple[int, int, int] = (-1, -1, -1)
+
+
+class Rollouts:
+    """All rollout workers, and the token store that their reports fill."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.engines: dict[WorkerId, Engine] = {}
+        self.stored: dict[TrajectoryId, int] = {}
+        """Response tokens that the token store has; entries leave with ForgetTokens."""
+        self.restart_s = 60.0
+        """From a process's end to the join of the one that the launcher starts in its place."""
+        self._versions: dict[TrajectoryId, Version] = {}
+        self._attempts: dict[TrajectoryId, int] = {}
+        self._num_generated_before = 0
+        self.answers: dict[type, Callable[..., None]] = {
+            actions.StartGroup: self._on_start_group,
+            actions.AbortAttempts: self._on_abort_attempts,
+            actions.PullWeights: self._on_pull_weights,
+            actions.ForgetTokens: self._on_forget_tokens,
+            actions.StopWorker: self._on_stop_worker,
+        }
+
+    def begin(self) -> None:
+        """All replicas join; flushes and samples begin."""
+        for index in range(self.world.cluster.num_replicas):
+            self.join(WorkerId(f"rollout-{index}"), 1)
+        self.world.after(self.world.flush_s, self._flush)
+        self.world.after(self.world.sample_s, self._sample)
+
+    def num_generated(self) -> int:
+        """Response tokens decoded by all engines so far, also by those that are gone."""
+        for engine in self.engines.values():
+            engine.replica.advance(self.world.now)
+        return self._num_generated_before + sum(engine.replica.num_generated for engine in self.engines.values())
+
+    def join(self, worker: WorkerId, incarnation: int) -> None:
+        """A new process with an empty engine."""
+        engine = Engine(replica=Replica(self.world.cluster, self.world.now), incarnation=incarnation)
+        self.engines[worker] = engine
+        host = f"rollout-host-{int(worker.rpartition('-')[2]) // self.world.cluster.replicas_per_host}"
+        self.world.send(
+            events.ReplicaJoined(
+                worker=worker,
+                incarnation=incarnation,
+                host=host,
+                num_requests_max=self.world.cluster.num_requests_max,
+                kv_tokens_max=self.world.cluster.kv_tokens_max,
+            )
+        )
+
+    def kill(self, worker: WorkerId) -> Engine | None:
+        """The process is gone with everything in it that was not reported. The core does not know yet."""
+        engine = self.engines.pop(worker, None)
+        if engine is not None:
+            engine.replica.advance(self.world.now)
+            self._num_generated_before += engine.replica.num_generated
+            held = [*engine.replica.requests.values(), *engine.unsent]
+            self.world.measures.num_tokens_lost += sum(
+                max(0, engine.replica.length(r) - self.stored.get(r.trajectory, 0)) for r in held
+            )
+            engine.wake += 1
+        return engine
+
+    def rejoin(self, worker: WorkerId, incarnation: int, seconds: float) -> None:
+        """The launcher starts the process anew; it joins after `seconds`."""
+        lost_at = self.world.now
+
+        def join() -> None:
+            if not self.world.core.state.finished and worker not in self.engines:
+                self.world.measures.recoveries_s.append(self.world.now - lost_at)
+                self.join(worker, incarnation + 1)
+
+        self.world.after(seconds, join)
+
+    def schedule(self, worker: WorkerId, engine: Engine) -> None:
+        """Wake the engine when something changes in it."""
+        engine.wake += 1
+        number, moment = engine.wake, engine.replica.wake_at
+        if moment != float("inf"):
+            self.world.at(moment, lambda: self._turn(worker, engine, number))
+
+    def _turn(self, worker: WorkerId, engine: Engine, number: int) -> None:
+        if engine.wake != number:
+            return
+        outcome = engine.replica.turn(self.world.now)
+        self.schedule(worker, engine)
+        if outcome.finished or outcome.aborted:
+            self.deliver(worker, engine, outcome)
+
+    def deliver(self, worker: WorkerId, engine: Engine, outcome: Outcome) -> None:
+        """Report what ended, now or when the channel is back."""
+        if not engine.connected:
+            engine.backlog.append(lambda: self.deliver(worker, engine, outcome))
+            engine.unsent += outcome.finished + outcome.aborted
+        elif self.engines.get(worker) is engine:
+            self.report(worker, engine, outcome)
+
+    def report(self, worker: WorkerId, engine: Engine, outcome: Outcome, lengths: bool = False) -> None:
+        """One frame: what ended, KV use, and on a flush the lengths of everything in the engine."""
+        replica = engine.replica
+        failed = [(r, self.failure(r)) for r in outcome.finished]
+        finished = [r for r, failure in failed if failure is None]
+        known = [(r.trajectory, r.attempt, r.num_tokens) for r in outcome.finished + outcome.aborted]
+        if lengths:
+            known += [(r.trajectory, r.attempt, replica.length(r)) for r in replica.requests.values()]
+        for trajectory, attempt, length in known:
+            if self._attempts.get(trajectory) == attempt:
+                self.stored[trajectory] = length
+        engine.reported = (replica.kv_tokens, replica.num_running, replica.num_waiting)
+        self.world.send(
+            events.ReplicaReported(
+                worker=worker,
+                incarnation=engine.incarnation,
+                trajectories=array("q", [row[0] for row in known]).tobytes(),
+                attempts=array("i", [row[1] for row in known]).tobytes(),
+                num_tokens=array("i", [row[2] for row in known]).tobytes(),
+                finished=[self._finished(r) for r in finished],
+                rewarded=[
+                    events.RewardedAttempt(trajectory=r.trajectory, attempt=r.attempt, reward=1.0, parts={})
+                    for r in finished
+                ],
+                failed=[failure for _, failure in failed if failure is not None],
+                aborted=[events.AbortedAttempt(trajectory=r.trajectory, attempt=r.attempt) for r in outcome.aborted],
+                num_running=replica.num_running,
+                num_waiting=replica.num_waiting,
+                kv_tokens=replica.kv_tokens,
+            )
+        )
+
+    def failure(self, request: Request) -> events.FailedAttempt | None:
+        """How a finished attempt fails in place of being rewarded, if a fault says so."""
+        for kind in ("infra", "data"):
+            if self.world.intercept(f"reward_{kind}", request):
+                return events.FailedAttempt(
+                    trajectory=request.trajectory, attempt=request.attempt, kind=kind, reason=f"reward_{kind}"
+                )
+        return None
+
+    def _finished(self, request: Request) -> events.FinishedAttempt:
+        return events.FinishedAttempt(
+            trajectory=request.trajectory,
+            attempt=request.attempt,
+            finish_reason="length" if request.num_tokens >= self.world.workload.tokens_max else "stop",
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_tokens=request.num_tokens,
+            queued_s=max(0.0, request.first_run_at - request.submitted_at),
+            decode_s=self.world.now - request.first_run_at,
+        )
+
+    def report_kv(self, lengths: bool = False) -> None:
+        """Every connected replica says what it holds, if that has changed."""
+        for worker, engine in list(self.engines.items()):
+            replica = engine.replica
+            if not engine.connected:
+                continue
+            replica.advance(self.world.now)
+            present = (replica.kv_tokens, replica.num_running, replica.num_waiting)
+            if lengths or present != engine.reported:
+                self.report(worker, engine, Outcome(), lengths)
+
+    def _flush(self) -> None:
+        self.report_kv(lengths=True)
+        self.world.after(self.world.flush_s, self._flush)
+
+    def _sample(self) -> None:
+        used = 0
+        for engine in self.engines.values():
+            engine.replica.advance(self.world.now)
+            used += engine.replica.kv_tokens
+        total = self.world.cluster.num_replicas * self.world.cluster.kv_tokens_max
+        self.world.measures.kv_use.append((self.world.now, used / total))
+        self.world.measures.buffered.append((self.world.now, len(self.world.core.state.buffer)))
+        self.world.after(self.world.sample_s, self._sample)
+
+    # ---- what the core asks for --------------------------------------------------------------------------------
+
+    def _on_start_group(self, action: actions.StartGroup) -> None:
+        engine = self.engines.get(action.worker)
+        prefilled = False
+        for start in action.starts:
+            self._check_start(action, start)
+            if engine is None:
+                continue
+            request = self._request(action, start, shared=prefilled)
+            prefilled = prefilled or not start.resume
+            if start.score_only:
+                self._rescore(action.worker, engine, request)
+            else:
+                engine.replica.submit(self.world.now, request)
+        if engine is not None:
+            self.schedule(action.worker, engine)
+
+    def _check_start(self, action: actions.StartGroup, start: actions.Start) -> None:
+        before = self._attempts.get(start.trajectory, 0)
+        assert start.attempt > before, f"attempt {start.attempt} of {start.trajectory} after {before}"
+        self._attempts[start.trajectory] = start.attempt
+        if start.resume:
+            record = self.world.core.state.trajectories[start.trajectory]
+            stored = self.stored.get(start.trajectory, 0)
+            assert record.num_tokens == stored, f"{start.trajectory}: books {record.num_tokens}, store {stored} tokens"
+            version = self._versions[start.trajectory]
+            assert start.score_only or version == action.version, (
+                f"{start.trajectory} mixes {version}, {action.version}"
+            )
+        else:
+            self.stored[start.trajectory] = 0
+            self._versions[start.trajectory] = action.version
+
+    def _request(self, action: actions.StartGroup, start: actions.Start, shared: bool) -> Request:
+        """Siblings that begin together compute their prompt once (prefix cache)."""
+        draw = self.world.workload.draw(start.seed, action.version.step)
+        done, prompt = self.stored[start.trajectory], self.world.workload.prompt_tokens
+        return Request(
+            trajectory=start.trajectory,
+            attempt=start.attempt,
+            group=action.group,
+            version=action.version,
+            draw=draw,
+            num_prompt_tokens=prompt,
+            num_tokens=done,
+            submitted_at=self.world.now,
+            prefill_tokens=done + (0 if shared else prompt),
+            next_pause=sum(pause.at < done for pause in draw.pauses),
+        )
+
+    def _rescore(self, worker: WorkerId, engine: Engine, request: Request) -> None:
+        """The tokens are complete, only the reward is missing: the worker answers without its engine."""
+        rewarded = events.RewardedAttempt(trajectory=request.trajectory, attempt=request.attempt, reward=1.0, parts={})
+        empty = array("q").tobytes()
+        event = events.ReplicaReported(
+            worker=worker, incarnation=engine.incarnation, trajectories=empty, attempts=empty, num_tokens=empty,
+            rewarded=[rewarded], kv_tokens=engine.replica.kv_tokens,
+        )  # fmt: skip
+        self.world.after(0.0, lambda: self.world.send(event) if self.engines.get(worker) is engine else None)
+
+    def _on_abort_attempts(self, action: actions.AbortAttempts) -> None:
+        engine = self.engines.get(action.worker)
+        if engine is not None:
+            for trajectory, attempt in zip(action.trajectories, action.attempts, strict=True):
+                engine.replica.abort(self.world.now, trajectory, attempt)
+            self.schedule(action.worker, engine)
+
+    def _on_pull_weights(self, action: actions.PullWeights) -> None:
+        engine = self.engines.get(action.worker)
+        if engine is None or self.world.intercept("pull_hang", action):
+            return
+        running = [r for r in engine.replica.requests.values() if r.trajectory not in engine.replica.stopping]
+        assert not running, f"{action.worker} pulls under {len(running)} running requests"
+        wait_s = self.world.cluster.pull_s()
+        event: events.AnyEvent = events.ReplicaRefreshed(
+            worker=action.worker, incarnation=engine.incarnation, version=action.version, digest=action.digest,
+            wait_s=wait_s,
+        )  # fmt: skip
+        if self.world.intercept("pull_failed", action):
+            event = events.ReplicaRefreshFailed(
+                worker=action.worker, incarnation=engine.incarnation, version=action.version, reason="injected"
+            )
+        self.world.after(wait_s, lambda: self._pulled(action, engine, event))
+
+    def _pulled(self, action: actions.PullWeights, engine: Engine, event: events.AnyEvent) -> None:
+        if self.engines.get(action.worker) is not engine:
+            return
+        if not engine.connected:
+            engine.backlog.append(lambda: self._pulled(action, engine, event))
+            return
+        if isinstance(event, events.ReplicaRefreshed):
+            self.world.measures.waits_s.append(event.wait_s)
+            self.world.measures.lanes.setdefault(action.worker, []).append((self.world.now, action.version.step))
+        self.world.send(event)
+
+    def _on_forget_tokens(self, action: actions.ForgetTokens) -> None:
+        for trajectory in action.trajectories:
+            self.stored.pop(trajectory, None)
+            self._versions.pop(trajectory, None)
+
+    def _on_stop_worker(self, action: actions.StopWorker) -> None:
+        engine = self.engines.get(action.worker)
+        if engine is not None and engine.incarnation == action.incarnation:
+            self.kill(action.worker)
+            if engine.connected and not self.world.core.state.finished:
+                self.rejoin(action.worker, action.incarnation, self.restart_s)

@@ -1,0 +1,156 @@
+"""One simulated run by its choices, and everything that follows from them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.core.sampling import Sampler
+from laminar.core.settings import Settings
+from laminar.errors import ConfigError
+from laminar.sim.cluster import HARDWARE, MODELS, Cluster
+from laminar.sim.decode import decode_model
+from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
+from laminar.sim.measure import Measures
+from laminar.sim.workload import Workload
+from laminar.sim.world import CHECK_ALL_EVERY, World
+
+SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
+STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is run. Defaults are the paper's protocol: batches of 512 x 16, 10 warm-up iterations, 5 measured."""
+
+    model: str = "32B"
+    hardware: str = "H800"
+    gpus: int = 128
+    split: tuple[int, int] | None = None
+    """(train, rollout) GPUs; None = the balanced one."""
+    workload: Workload
+    policy: str = "batch"
+    repack: bool = True
+    faults: FaultPlan = NO_FAULTS
+    sampler: Sampler | None = None
+    seed: int = 0
+    iterations: int = 15
+    warmup: int = 10
+    batch_groups: int = 512
+    group_size: int = 16
+    flush_s: float = 60.0
+    traced: bool = False
+    check_every: int = CHECK_ALL_EVERY
+
+    def cluster(self) -> Cluster:
+        """The placement. Raises ConfigError if a side has no GPU, or the rollouts not one replica."""
+        model = MODELS[self.model]
+        train, rollout = self.split or self.balanced_split()
+        if train < 1 or rollout < model.tensor_parallel:
+            raise ConfigError(
+                f"--split {train}/{rollout}: the trainer needs at least 1 GPU and a {self.model} replica "
+                f"{model.tensor_parallel}; give train/rollout counts that leave both enough"
+            )
+        return Cluster(hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout)
+
+    def balanced_split(self) -> tuple[int, int]:
+        """The placement whose slower side, by the formulas alone, is fastest: full batches decoding against the trainer."""
+        model, best = MODELS[self.model], (float("inf"), (0, 0))
+        for part in range(1, SPLIT_PARTS):
+            rollout = self.gpus * part // SPLIT_PARTS // model.tensor_parallel * model.tensor_parallel
+            if 0 < rollout < self.gpus:
+                split = (self.gpus - rollout, rollout)
+                best = min(best, (self._slower_side_s(split), split))
+        if not best[1][0]:
+            raise ConfigError(f"--gpus {self.gpus}: no split leaves a trainer and one replica of {self.model}")
+        return best[1]
+
+    def _slower_side_s(self, split: tuple[int, int]) -> float:
+        cluster = Cluster(
+            hardware=HARDWARE[self.hardware], model=MODELS[self.model], train_gpus=split[0], rollout_gpus=split[1]
+        )
+        response = self.workload.mean_tokens(num=1000)
+        num = self.batch_groups * self.group_size
+        running = min(cluster.num_requests_max, max(1, num // cluster.num_replicas))
+        kv_tokens = min(cluster.kv_tokens_max, int(running * (self.workload.prompt_tokens + response)))
+        rate = cluster.num_replicas * running / decode_model(cluster).step_s(running, kv_tokens)
+        return max(cluster.train_s(int(num * (self.workload.prompt_tokens + response))), num * response / rate)
+
+    def settings(self, cluster: Cluster) -> Settings:
+        """The core's settings: a local batch is the replicas' equal share of a global batch."""
+        local = max(1, -(-self.batch_groups // cluster.num_replicas))
+        in_flight = max(self.batch_groups, local * cluster.num_replicas)
+        return Settings(
+            seed=self.seed,
+            num_prompts=17_000,
+            steps=self.iterations + STEPS_BEYOND,
+            group_size=self.group_size,
+            batch_groups=self.batch_groups,
+            local_batch_groups=local,
+            buffer_groups_max=in_flight + self.batch_groups,
+            custom_sampler=self.sampler is not None,
+            checkpoint_every=1,
+            evaluate=False,
+            refresh_policy="continuous" if self.policy == "continuous" else "batch",
+            repack_interval_s=5.0 if self.repack else 0.0,
+            repack_requests_max=cluster.requests_memory_bound,
+        )
+
+    def world(self) -> World:
+        """Everything in place, nothing begun."""
+        cluster = self.cluster()
+        world = World(
+            settings=self.settings(cluster),
+            cluster=cluster,
+            workload=self.workload,
+            measures=Measures(warmup=self.warmup),
+            flush_s=self.flush_s,
+            sampler=self.sampler,
+            traced=self.traced,
+            stop_after=self.iterations,
+            check_every=self.check_every,
+        )
+        inject(world, self.faults, self.seed)
+        return world
+
+
+def simulate(scenario: Scenario) -> tuple[World, dict[str, Any]]:
+    """Run it. The world as it ended, and a summary for JSON."""
+    world = scenario.world()
+    begun = time.perf_counter()
+    world.run()
+    elapsed_s = time.perf_counter() - begun
+    return world, summary(scenario, world) | {"elapsed_s": round(elapsed_s, 2)}
+
+
+def summary(scenario: Scenario, world: World) -> dict[str, Any]:
+    """The run in plain numbers. Only a run that completed has throughputs."""
+    state, cluster = world.core.state, world.cluster
+    engines = [engine.replica for engine in world.rollouts.engines.values()]
+    found: dict[str, Any] = {
+        "model": scenario.model,
+        "hardware": scenario.hardware,
+        "gpus": scenario.gpus,
+        "split": f"{cluster.train_gpus}/{cluster.rollout_gpus}",
+        "replicas": cluster.num_replicas,
+        "workload": scenario.workload.name,
+        "median_tokens": scenario.workload.median,
+        "policy": scenario.policy,
+        "repack": scenario.repack,
+        "seed": scenario.seed,
+        "finished": state.finished,
+        "ok": state.ok,
+        "events": state.seq,
+        "repack_checks": state.repack.num_checks,
+        "replicas_released": state.repack.num_released,
+        "trajectories_moved": state.repack.num_moves,
+        "tokens_prefilled_by_moves": state.repack.num_moved_tokens,
+        "preemptions": sum(replica.num_preemptions for replica in engines),
+        "tokens_lost": world.measures.num_tokens_lost,
+        "tokens_dropped": dict(state.ledger.tokens.dropped),
+        "trajectories_dropped": dict(state.ledger.trajectories.dropped),
+        "faults": dict(world.measures.faults),
+        "trace": world.trace.hexdigest() if world.trace is not None else "",
+    }
+    if len(world.measures.iterations) > scenario.warmup > 0:
+        found |= world.measures.summary()
+    return found

@@ -1,0 +1,116 @@
+"""What is generated: prompt and response lengths, tool calls and their latencies, and how lengths change over training.
+
+Invariant: a trajectory's draw depends only on its seed, the version's step and the workload, so it is the same on every replica,
+after every failure, under every policy and in every baseline.
+"""
+
+import contextlib
+import math
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import NormalDist
+
+from laminar.errors import ConfigError
+
+SIGMA = math.log(10.0) / NormalDist().inv_cdf(0.99)  # P99 = 10 x median
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A tool call: after `at` response tokens the environment works `latency_s` and adds `num_tokens`."""
+
+    at: int
+    latency_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One response to be generated."""
+
+    num_tokens: int
+    """Response tokens in all, the environment's included."""
+    pauses: tuple[Pause, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A length distribution and, for tool use, an environment."""
+
+    name: str
+    median: float = 2500.0
+    """Response tokens at the beginning of training."""
+    tokens_max: int = 16384
+    growth_per_step: float = 0.0
+    """Relative growth of the median per trainer step."""
+    prompt_tokens: int = 256
+    calls_max: int = 0
+    call_latency_s: float = 2.0
+    """Median; the tail is the lengths' (P99 = 10 x median)."""
+    call_tokens: int = 128
+    lengths: tuple[int, ...] = field(default=(), repr=False)
+    """Observed lengths, sorted: drawn from in place of the log-normal."""
+
+    def draw(self, seed: int, step: int) -> Draw:
+        """The response of the trajectory with this sampling seed under weights of `step`."""
+        random = Random(seed)
+        scale = (1.0 + self.growth_per_step) ** step
+        if self.lengths:
+            length = self.lengths[int(random.random() * len(self.lengths))] * scale
+        else:
+            length = self.median * scale * math.exp(SIGMA * random.gauss(0.0, 1.0))
+        total = max(1, min(self.tokens_max, round(length)))
+        return Draw(total, self._pauses(random, total) if self.calls_max else ())
+
+    def _pauses(self, random: Random, total: int) -> tuple[Pause, ...]:
+        """Calls at random places; the environment's tokens are part of the total."""
+        num = min(random.randint(0, self.calls_max), total // (2 * self.call_tokens))
+        written = total - num * self.call_tokens
+        places = sorted(random.randint(1, written) for _ in range(num))
+        return tuple(
+            Pause(
+                at=place + index * self.call_tokens,
+                latency_s=self.call_latency_s * math.exp(SIGMA * random.gauss(0.0, 1.0)),
+                num_tokens=self.call_tokens,
+            )
+            for index, place in enumerate(places)
+        )
+
+    def mean_tokens(self, step: int = 0, num: int = 20_000) -> float:
+        """Mean response tokens, from `num` quantiles of the distribution."""
+        scale = (1.0 + self.growth_per_step) ** step
+        if self.lengths:
+            return sum(min(self.tokens_max, length * scale) for length in self.lengths) / len(self.lengths)
+        normal = NormalDist()
+        quantiles = (math.exp(SIGMA * normal.inv_cdf((i + 0.5) / num)) for i in range(num))
+        return sum(min(self.tokens_max, self.median * scale * q) for q in quantiles) / num
+
+
+WORKLOADS = {
+    "math": Workload(name="math"),
+    "tool": Workload(name="tool", calls_max=8),
+}
+
+
+def observed(path: Path) -> Workload:
+    """Lengths as in a real run's `run.db`. Raises ConfigError if there are none."""
+    if not path.is_file():
+        raise ConfigError(f"--workload {path}: no such file; give math, tool, or the run.db of a finished run")
+    query = "SELECT num_tokens, num_prompt_tokens FROM trajectories WHERE num_tokens > 0 AND finish_reason IN ('stop', 'length')"
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as database:
+            rows = database.execute(query).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"--workload {path}: cannot read its trajectories: {error}; give a run.db of Laminar"
+        ) from error
+    if not rows:
+        raise ConfigError(f"--workload {path}: no finished trajectory in it; give the run.db of a longer run")
+    lengths = tuple(sorted(row[0] for row in rows))
+    prompt = round(sum(row[1] for row in rows) / len(rows))
+    return Workload(
+        name=f"run:{path.parent.name}", lengths=lengths, tokens_max=lengths[-1], median=float(lengths[len(lengths) // 2]),
+        prompt_tokens=prompt,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The world around the core: a heap of what happens when, in virtual time. It stamps events, hands out actions, and checks.
+
+    heap ──(at, order)──► event ──► Core.handle ──► actions ──► rollouts, training ──► heap
+
+Invariants: events are stamped 1, 2, 3 … in order of time. After every event, for what it touched: the ledger is closed, and
+replicas stay within their limits; `rollouts` and `training` check what they are asked for (one version per trajectory, nothing
+started or trained twice). Every 10,000 events and at the end: all of `laminar.core.invariants`.
+"""
+
+import hashlib
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from laminar.core import actions, events, invariants, ledger
+from laminar.core.engine import Core
+from laminar.core.sampling import Sampler
+from laminar.core.settings import Settings
+from laminar.ids import WorkerId
+from laminar.sim.cluster import Cluster
+from laminar.sim.measure import Measures
+from laminar.sim.rollouts import Rollouts
+from laminar.sim.training import Training
+from laminar.sim.workload import Workload
+
+CHECK_ALL_EVERY = 10_000  # events; a check of everything costs about as much as some hundred events
+EVENTS_MAX = 50_000_000  # a run of months; more means that it does not end
+RELAY, TRAINER = WorkerId("relay-0"), WorkerId("trainer-0/0")
+
+
+class SimulationError(AssertionError):
+    """The core or the world broke an invariant; the message says which, at which event."""
+
+
+class World:
+    """One run, from the first event to FinishRun."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        cluster: Cluster,
+        workload: Workload,
+        measures: Measures,
+        flush_s: float = 60.0,
+        sample_s: float = 5.0,
+        sampler: Sampler | None = None,
+        traced: bool = False,
+        stop_after: int = 0,
+        check_every: int = CHECK_ALL_EVERY,
+    ) -> None:
+        self.core = Core(settings)
+        self.cluster, self.workload, self.measures = cluster, workload, measures
+        self.flush_s, self.sample_s, self.sampler = flush_s, sample_s, sampler
+        self.check_every, self.stop_after = check_every, stop_after
+        """The operator stops the run after so many steps, so that none of them sees its end coming; 0 = never."""
+        self.now = 0.0
+        self.intercept: Callable[[str, Any], bool] = lambda kind, subject: False
+        """The faults' door: called before an answer or outcome; True = it does not happen as planned."""
+        self.trace = hashlib.sha256() if traced else None
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._timer_at: float | None = None
+        self.rollouts = Rollouts(self)
+        self.training = Training(self)
+        self._answers = self.rollouts.answers | self.training.answers
+        self._answers |= {actions.RaiseAlarm: self._on_raise_alarm, actions.FinishRun: lambda action: None}
+
+    # ---- running -----------------------------------------------------------------------------------------------
+
+    def run(self, events_max: int = EVENTS_MAX) -> None:
+        """Until the run is over. Raises SimulationError if an invariant breaks, or if nothing can happen any more."""
+        self.begin()
+        while not self.core.state.finished:
+            if not self._heap or self.core.state.seq > events_max:
+                raise SimulationError(f"the run does not end: event {self.core.state.seq}, at {self.now:.1f} s")
+            at, _, happen = heappop(self._heap)
+            self.now = max(self.now, at)
+            happen()
+        self._checked(invariants.check, self.core.state)
+
+    def begin(self) -> None:
+        """The first events: relay, trainer, replicas."""
+        self.send(events.RunStarted(boot=1))
+        self.send(events.RelayJoined(worker=RELAY, incarnation=1))
+        self.send(events.TrainerRankReady(worker=TRAINER, incarnation=1, rank=0, world_size=1, step=0))
+        self.rollouts.begin()
+
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        """Let `happen` happen in so many seconds."""
+        self.at(self.now + seconds, happen)
+
+    def at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Let `happen` happen at a moment."""
+        heappush(self._heap, (moment, next(self._order), happen))
+
+    def send(self, event: events.AnyEvent) -> None:
+        """Stamp an event, let the core handle it, check, and act."""
+        state = self.core.state
+        stamped = msgspec.structs.replace(event, seq=state.seq + 1, at=self.now)
+        done = self._checked(self.core.handle, stamped)
+        self._checked(self._check_touched, stamped)
+        if state.seq % self.check_every == 0:
+            self._checked(invariants.check, self.core.state)
+        if self.trace is not None:
+            self.trace.update(msgspec.msgpack.encode(done))
+        for action in done:
+            self._answers[type(action)](action)
+        self._set_timer()
+
+    def _checked(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except AssertionError as error:
+            raise SimulationError(f"event {self.core.state.seq} at {self.now:.3f} s: {error}") from error
+
+    def _check_touched(self, event: events.AnyEvent) -> None:
+        books = self.core.state.ledger
+        for account in (books.trajectories, books.tokens):
+            assert ledger.is_closed(account), f"the ledger is open: {account}"
+        replica = self.core.state.replicas.get(getattr(event, "worker", None))  # type: ignore[arg-type]
+        if replica is not None:
+            assert 0 <= replica.num_generating <= len(replica.attempts), f"{replica.id}: {replica.num_generating}"
+            assert replica.num_generating <= 2 * replica.num_requests_max, f"{replica.id} is overfull"
+
+    def _set_timer(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline != self._timer_at:
+            self._timer_at = deadline
+            self.at(max(deadline, self.now), lambda: self._fire(deadline))
+
+    def _fire(self, deadline: float) -> None:
+        if deadline == self._timer_at:
+            self._timer_at = None
+            due = self.core.state.repack.next_at
+            if due and due <= self.now:
+                self.rollouts.report_kv()
+            self.send(events.TimerFired())
+
+    def _on_raise_alarm(self, action: actions.RaiseAlarm) -> None:
+        self.measures.faults[f"alarm:{action.name}"] += 1

@@ -87,6 +87,11 @@ def step_by_step(plan: list[tuple[float, str, Request]], capacity: int) -> dict[
                 ended[entry["id"]] = ("finished", now, entry["tokens"])
         arrived = [row for row in plan if row[0] <= now]
         plan = [row for row in plan if row[0] > now]
+        for _, _, subject in [row for row in arrived if row[1] == "submit"]:
+            waiting.append(
+                {"id": subject.trajectory, "tokens": subject.num_tokens, "total": subject.draw.num_tokens,
+                 "pauses": list(subject.draw.pauses), "prefill": subject.prefill_tokens}
+            )  # fmt: skip
         for _, _, subject in [row for row in arrived if row[1] == "abort"]:
             here = [e for e in running + waiting + [e for _, e in paused] if e["id"] == subject.trajectory]
             if here:
@@ -101,12 +106,6 @@ def step_by_step(plan: list[tuple[float, str, Request]], capacity: int) -> dict[
                 entry["tokens"] += entry["pauses"][0].num_tokens
                 added += entry["pauses"].pop(0).num_tokens
                 running.append(entry)
-        for _, _, subject in [row for row in arrived if row[1] == "submit"]:
-            waiting.append(
-                {"id": subject.trajectory, "tokens": subject.num_tokens, "total": subject.draw.num_tokens,
-                 "pauses": list(subject.draw.pauses), "prefill": subject.prefill_tokens}
-            )  # fmt: skip
-
         while waiting and len(running) + len(paused) < CLUSTER.num_requests_max:
             size = PROMPT + waiting[0]["tokens"]
             if kv_of(running, paused) + size > KV_LOW * capacity and running + paused:

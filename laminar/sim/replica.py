@@ -46,6 +46,8 @@ class Request:
     next_pause: int = 0
     began_step: int = -1
     """Step count when it last began to run; -1 = it does not run."""
+    run: int = -1
+    """Number of its present run in this engine; what was planned for another run is void."""
     first_run_at: float = -1.0
     paused: bool = False
 
@@ -77,6 +79,7 @@ class Replica:
         self.num_preemptions = 0
         self.prefill_s = 0.0
         self.wake_at = math.inf
+        self._num_runs = 0
         self._waiting: deque[Request] = deque()
         self._due: list[tuple[int, int, int]] = []
         self._returns: list[tuple[float, int, int]] = []
@@ -167,7 +170,7 @@ class Replica:
 
     def _is_void(self, entry: tuple[int, int, int]) -> bool:
         request = self.requests.get(TrajectoryId(entry[1]))
-        return request is None or request.attempt != entry[2] or request.began_step < 0
+        return request is None or request.run != entry[2] or request.began_step < 0
 
     def _returns_due(self, now: float) -> bool:
         return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
@@ -189,10 +192,11 @@ class Replica:
         self.wake_at = max(now, wake)
 
     def _begin(self, request: Request) -> None:
-        request.began_step = self.steps
+        self._num_runs += 1
+        request.began_step, request.run = self.steps, self._num_runs
         pauses = request.draw.pauses
         target = pauses[request.next_pause].at if request.next_pause < len(pauses) else request.draw.num_tokens
-        heappush(self._due, (self.steps + max(0, target - request.num_tokens), request.trajectory, request.attempt))
+        heappush(self._due, (self.steps + max(0, target - request.num_tokens), request.trajectory, request.run))
         self.num_running += 1
 
     def _stop(self, request: Request) -> None:

@@ -345,9 +345,9 @@ class Application:
         await self._server.close()
         self._leave_nothing()
         self._log.close()
-        with contextlib.suppress(OSError):  # a full disk; the log has the error already
-            self._tokens.close()
-            self._telemetry.close()
+        for part in (self._tokens, self._telemetry):
+            with contextlib.suppress(OSError):  # a full disk; the log has the error already
+                part.close()
         self._display.close()
 
     def _leave_nothing(self) -> None:

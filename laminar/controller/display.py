@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
 
-import contextlib
+import os
+import sys
 import time
 from typing import Protocol
 
@@ -55,8 +56,12 @@ class PlainDisplay:
         self._state, self._telemetry, self._steps = state, telemetry, steps
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the reader of the pipe is gone; that is no reason to end the run
+        try:
             print(text, flush=True)
+        except (
+            OSError
+        ):  # the reader is gone, or its disk full; that is no reason to end the run, nor to fail in the last flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def on_step(self) -> None:
         self.say(step_line(self._telemetry.history[-1], self._steps, self._state))

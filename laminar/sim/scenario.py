@@ -12,7 +12,7 @@ from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
 from laminar.sim.measure import Measures
 from laminar.sim.workload import Workload
-from laminar.sim.world import CHECK_ALL_EVERY, World
+from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, World
 
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
@@ -113,11 +113,11 @@ class Scenario:
         return world
 
 
-def simulate(scenario: Scenario) -> tuple[World, dict[str, Any]]:
+def simulate(scenario: Scenario, events_max: int = EVENTS_MAX) -> tuple[World, dict[str, Any]]:
     """Run it. The world as it ended, and a summary for JSON."""
     world = scenario.world()
     begun = time.perf_counter()
-    world.run()
+    world.run(events_max)
     elapsed_s = time.perf_counter() - begun
     return world, summary(scenario, world) | {"elapsed_s": round(elapsed_s, 2)}
 

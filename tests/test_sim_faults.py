@@ -1,0 +1,210 @@
+"""Each fault by name, and what it may cost (design: the last column of the table of faults); then many at once, by seeds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_sim_world import SHORT, scenario
+
+from laminar.core.versions import newest
+from laminar.errors import ConfigError
+from laminar.ids import WorkerId
+from laminar.sim import sweep
+from laminar.sim.faults import PER_CASE, PER_HOUR, FaultPlan, Injector, parse
+from laminar.sim.world import SimulationError, World
+
+LONG = replace(SHORT, median=400.0, tokens_max=4096)
+R0 = WorkerId("rollout-0")
+BATCH = 8 * 4
+STEPS = 6
+
+
+def run(fault: str = "", at: float = 20.0, worker: WorkerId = R0, cases: str = "", **changes) -> World:
+    """A run on which `fault` strikes once, and on which `cases` spoil answers."""
+    plan = replace(parse(cases), restart_s=20.0, replace_s=30.0, partition_s=40.0)
+    world = scenario(**({"workload": LONG, "iterations": STEPS, "repack": False} | changes)).world()
+    injector = Injector(world, plan, seed=1)
+    if fault:
+        world.at(at, lambda: injector.strike(fault, worker))
+    world.run()
+    return world
+
+
+def decoded_since_flush(world: World) -> int:
+    """Most tokens that one replica decodes in a flush period of 5 s: 64 requests at no less than the overhead per step."""
+    return int(world.cluster.num_requests_max * world.flush_s / world.cluster.software.step_overhead_s)
+
+
+def dropped(world: World) -> set[str]:
+    books = world.core.state.ledger
+    return (set(books.trajectories.dropped) | set(books.tokens.dropped)) - {"stopped"}
+
+
+def is_whole(world: World, iterations: int = STEPS) -> bool:
+    """Every step was trained on a full batch, and the run ended as asked."""
+    state = world.core.state
+    committed = state.ledger.trajectories.committed
+    return state.ok and state.finished == "measured" and committed == iterations * BATCH
+
+
+def test_without_faults_nothing_is_lost():
+    world = run()
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_engine_crash_loses_what_was_not_flushed_and_its_trajectories_go_on_elsewhere():
+    world = run("engine_crash")
+    assert is_whole(world)
+    assert 0 < world.measures.num_tokens_lost <= decoded_since_flush(world)
+    assert dropped(world) == set(), "no token that had been reported was lost"
+    assert world.rollouts.engines[R0].incarnation == 2
+    assert world.measures.recoveries_s == [20.0]
+
+
+def test_engine_crash_right_after_a_flush_loses_almost_nothing():
+    late, early = run("engine_crash", at=24.99), run("engine_crash", at=25.01)
+    assert early.measures.num_tokens_lost < late.measures.num_tokens_lost / 20
+
+
+def test_engine_crash_of_the_only_holder_of_a_version_restarts_its_groups_and_says_so():
+    world = scenario(workload=LONG, iterations=STEPS, repack=False).world()
+    injector = Injector(world, FaultPlan(restart_s=20.0), seed=1)
+
+    def crash_when_alone() -> None:
+        state = world.core.state
+        held = [version for r in state.replicas.values() for version in (r.version, r.target)]
+        behind = [
+            r for r in state.replicas.values() if held.count(r.version) == 1 and r.version < newest(state).version
+        ]
+        reported = [r for r in behind if any(state.trajectories[t].num_tokens for t in r.attempts)]
+        if reported:
+            injector.strike("engine_crash", reported[0].id)
+        else:
+            world.after(0.5, crash_when_alone)
+
+    world.after(10.0, crash_when_alone)
+    world.run()
+    assert is_whole(world)
+    assert world.measures.faults["engine_crash"] == 1
+    assert dropped(world) == {"version_gone"}
+    assert world.core.state.ledger.tokens.dropped["version_gone"] > 0
+
+
+def test_host_lost_is_noticed_by_silence_and_costs_what_was_not_flushed():
+    world = run("host_lost")
+    assert is_whole(world)
+    assert 0 < world.measures.num_tokens_lost <= 3 * decoded_since_flush(world)
+    assert dropped(world) == set()
+    again = [engine.incarnation for engine in world.rollouts.engines.values()]
+    assert sorted(again) == [1, 2, 2, 2], "all of the host but the one that was spared"
+    assert world.measures.recoveries_s == [30.0] * 3
+
+
+def test_partition_fences_the_old_process_off_and_costs_what_was_not_flushed():
+    world = run("partition")
+    assert is_whole(world)
+    grace = world.core.settings.reconnect_grace_s
+    most = decoded_since_flush(world) * (1 + grace / world.flush_s)
+    assert 0 < world.measures.num_tokens_lost <= most, "what it decoded while it was cut off is lost too"
+    assert world.rollouts.engines[R0].incarnation == 2
+
+
+def test_short_partition_loses_nothing():
+    world = run("short_partition")
+    assert is_whole(world)
+    assert world.measures.faults["short_partition"] == 1
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+    assert world.rollouts.engines[R0].incarnation == 1
+
+
+def test_controller_crash_changes_nothing_at_all():
+    world = run("controller_crash")
+    assert world.measures.faults["controller_crash"] == 1
+    assert world.trace.hexdigest() == run().trace.hexdigest()
+
+
+def test_version_lost_is_published_again_and_loses_nothing():
+    world = run(cases="version_lost=0.4")
+    assert is_whole(world)
+    assert world.measures.faults["version_lost"] > 0
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_publish_hang_costs_at_most_the_version():
+    world = run(cases="publish_hang=0.4")
+    assert world.measures.faults["publish_hang"] > 0
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_pull_failed_is_tried_again_and_loses_nothing():
+    world = run(cases="pull_failed=0.15")
+    assert world.measures.faults["pull_failed"] > 0
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_pull_hang_costs_the_replica_its_place_but_no_token():
+    world = run(cases="pull_hang=0.1", iterations=10)
+    assert world.measures.faults["pull_hang"] > 0
+    assert is_whole(world, 10)
+    assert world.measures.num_tokens_lost == 0
+    assert dropped(world) == set()
+
+
+def test_a_reward_that_fails_for_infrastructure_is_computed_again_and_nothing_is_dropped():
+    world = run(cases="reward_infra=0.05")
+    assert world.measures.faults["reward_infra"] > 0
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_a_reward_that_fails_for_data_drops_its_group_under_its_name():
+    world = run(cases="reward_data=0.02")
+    assert is_whole(world)
+    failures = world.measures.faults["reward_data"]
+    books = world.core.state.ledger.trajectories.dropped
+    assert failures > 0
+    assert dropped(world) == {"reward_data", "incomplete_group"}
+    assert books["reward_data"] + books["incomplete_group"] <= 4 * failures
+
+
+def test_a_failed_checkpoint_commits_later_and_loses_nothing():
+    world = run(cases="checkpoint_failed=0.2", iterations=8)
+    assert world.measures.faults["alarm:checkpoint-failed"] > 0
+    assert is_whole(world, 8)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_every_fault_has_a_scenario_here():
+    text = Path(__file__).read_text()
+    for name in PER_HOUR + PER_CASE:
+        assert f'"{name}' in text or f'="{name}=' in text, f"{name} has no test"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine_crsh", "no fault 'engine_crsh'"),
+        ("pull_hang=2", "not between 0 and 1"),
+        ("pull_hang=x", "not a number"),
+    ],
+)
+def test_a_fault_that_cannot_be_meant_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_seeds_with_random_faults_break_no_invariant(first):
+    for seed in range(first, first + 10):
+        sweep.check(seed)
+
+
+def test_a_seed_that_fails_prints_the_command_that_replays_it(monkeypatch):
+    monkeypatch.setattr(sweep, "EVENTS_MAX", 30)
+    with pytest.raises(
+        SimulationError, match=r"seed 3: the run does not end.*\nreplay: .*sweep_seeds.py --first 3 --count 1"
+    ):
+        sweep.check(3)

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,7 @@ class Result:
 def main() -> int:
     """Measure, print, write."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it also ends the run that is measured
     directory = options.out or ROOT / "runs" / f"bench-quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     directory.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,7 +1,7 @@
 """GRPO as one loop in one process: transformers' `generate`, the reward, one AdamW update. `bare_loop.py PROBLEM OUT`
 
-The strongest simple baseline that fits on a page: one forward and one backward pass per batch at the weights that sampled
-it, so the importance ratio is 1 and the clip never acts; fused AdamW; logits at response positions only.
+One forward and one backward pass per batch at the weights that sampled it, so the importance ratio is 1 and the clip never
+acts; fused AdamW; logits at response positions only. Every sibling repeats its prompt, as in any loop written this way.
 """
 
 import itertools

@@ -118,7 +118,8 @@ class Recorder:
     def __init__(self, problem: Problem, path: Path) -> None:
         self.curve = Curve(problem.target)
         self._problem = problem
-        self._file = path.open("w")
+        self._path = path
+        path.write_text("")
         self._started_s: float | None = None
         self._cpu_s = 0.0
         self._parts: dict[str, float] = {}
@@ -137,8 +138,8 @@ class Recorder:
         assert self._started_s is not None
         self.curve.add(time.perf_counter() - self._started_s, reward)
         line = {"t": self.curve.times_s[-1], "reward": reward, "cpu_s": time.process_time() - self._cpu_s}
-        self._file.write(json.dumps(line | self._parts) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps(line | self._parts) + "\n")
         self._parts = {}
 
     @property

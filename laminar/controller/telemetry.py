@@ -88,7 +88,9 @@ class Telemetry:
 
     def observe(self, event: events.AnyEvent) -> None:
         """Called after the core took an event."""
-        step = self._runtime.core.state.steps.get(event.step) if isinstance(event, events.StepFinished) else None
+        if not isinstance(event, events.StepFinished):
+            return
+        step = self._runtime.core.state.steps.get(event.step)
         done = step is not None and step.done and step.attempt == event.attempt
         if done and not (self.history and self.history[-1]["step"] == event.step):
             self._finish_step(event)

@@ -111,6 +111,14 @@ class Replica:
             self._aborting[trajectory] = attempt
             self._wake_at_step_end(now)
 
+    def rebuild(self, now: float, wait_s: float) -> None:
+        """Interrupted for new weights: wait, then compute the KV cache of everything resident again (partial rollout)."""
+        self.advance(now)
+        self._finish_step(now)
+        self.boundary = max(self.boundary, now) + wait_s
+        self._prefill(self.kv_tokens)
+        self._set_wake(now)
+
     def length(self, request: Request) -> int:
         """Response tokens so far."""
         if request.began_step < 0:

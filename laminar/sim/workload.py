@@ -13,8 +13,12 @@ from random import Random
 from statistics import NormalDist
 
 from laminar.errors import ConfigError
+from laminar.ids import derive_seed
 
-SIGMA = math.log(10.0) / NormalDist().inv_cdf(0.99)  # P99 = 10 x median
+_NORMAL = NormalDist()
+SIGMA = math.log(10.0) / _NORMAL.inv_cdf(0.99)  # P99 = 10 x median
+LENGTH_STREAM = 3  # keeps a response's length apart from its tool calls
+CHANCE_MAX = 1.0 - 2.0**-53  # the largest float below 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,18 @@ class Workload:
 
     def draw(self, seed: int, step: int) -> Draw:
         """The response of the trajectory with this sampling seed under weights of `step`."""
-        random = Random(seed)
         scale = (1.0 + self.growth_per_step) ** step
+        chance = min(CHANCE_MAX, (derive_seed(seed, LENGTH_STREAM) + 0.5) / 2.0**63)
         if self.lengths:
-            length = self.lengths[int(random.random() * len(self.lengths))] * scale
+            length = self.lengths[int(chance * len(self.lengths))] * scale
         else:
-            length = self.median * scale * math.exp(SIGMA * random.gauss(0.0, 1.0))
+            length = self.median * scale * math.exp(SIGMA * _NORMAL.inv_cdf(chance))
         total = max(1, min(self.tokens_max, round(length)))
-        return Draw(total, self._pauses(random, total) if self.calls_max else ())
+        return Draw(total, self._pauses(seed, total) if self.calls_max else ())
 
-    def _pauses(self, random: Random, total: int) -> tuple[Pause, ...]:
+    def _pauses(self, seed: int, total: int) -> tuple[Pause, ...]:
         """Calls at random places; the environment's tokens are part of the total."""
+        random = Random(seed)
         num = min(random.randint(0, self.calls_max), total // (2 * self.call_tokens))
         written = total - num * self.call_tokens
         places = sorted(random.randint(1, written) for _ in range(num))
@@ -83,8 +88,7 @@ class Workload:
         scale = (1.0 + self.growth_per_step) ** step
         if self.lengths:
             return sum(min(self.tokens_max, length * scale) for length in self.lengths) / len(self.lengths)
-        normal = NormalDist()
-        quantiles = (math.exp(SIGMA * normal.inv_cdf((i + 0.5) / num)) for i in range(num))
+        quantiles = (math.exp(SIGMA * _NORMAL.inv_cdf((i + 0.5) / num)) for i in range(num))
         return sum(min(self.tokens_max, self.median * scale * q) for q in quantiles) / num
 
 

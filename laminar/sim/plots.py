@@ -1,0 +1,107 @@
+"""Figures of simulated runs and grids, PNG and SVG. matplotlib is imported only here, and only when a figure is wanted."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import ConfigError
+from laminar.sim.measure import Measures
+
+LANES_MAX = 64  # more replicas than lines that an eye can tell apart
+DPI = 120
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("figures need matplotlib: install laminar-rl[sim], or leave --out away") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    """Both formats; without dates, so that the same run gives the same bytes."""
+    paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    figure.savefig(paths[0], dpi=DPI)
+    figure.savefig(paths[1], metadata={"Date": None})
+    _pyplot().close(figure)
+    return paths
+
+
+def run_figure(measures: Measures, title: str, path: Path) -> list[Path]:
+    """KV use and buffer over time, the three staleness histograms, and the version that each replica holds when."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    figure.suptitle(title)
+    _timeline(axes[0][0], measures)
+    _staleness(axes[0][1], measures)
+    _latencies(axes[1][0], measures)
+    _lanes(axes[1][1], measures)
+    return _save(figure, path)
+
+
+def _timeline(axes: Any, measures: Measures) -> None:
+    axes.plot(*zip(*measures.kv_use, strict=True), color="tab:blue", linewidth=0.8)
+    axes.set(xlabel="run time, s", ylabel="mean KV use", ylim=(0, 1))
+    buffer = axes.twinx()
+    buffer.plot(*zip(*measures.buffered, strict=True), color="tab:orange", linewidth=0.8)
+    buffer.set_ylabel("complete groups in the buffer", color="tab:orange")
+    for iteration in measures.iterations:
+        axes.axvline(iteration.at, color="lightgray", linewidth=0.6, zorder=0)
+
+
+def _staleness(axes: Any, measures: Measures) -> None:
+    kinds: list[tuple[str, Counter[int]]] = [
+        ("s_gen", measures.s_gen), ("residence", measures.residence), ("s_train", measures.s_train)
+    ]  # fmt: skip
+    for index, (name, counts) in enumerate(kinds):
+        total = sum(counts.values()) or 1
+        values = sorted(counts)
+        axes.bar([v + 0.27 * (index - 1) for v in values], [counts[v] / total for v in values], width=0.25, label=name)
+    axes.set(xlabel="versions", ylabel="share of trained trajectories")
+    axes.legend()
+
+
+def _latencies(axes: Any, measures: Measures) -> None:
+    axes.hist([seconds for _, seconds in measures.latencies], bins=60, color="tab:green")
+    axes.set(xlabel="trajectory latency, s", ylabel="trajectories", yscale="log")
+
+
+def _lanes(axes: Any, measures: Measures) -> None:
+    end = max((at for at, _ in measures.kv_use), default=0.0)
+    colors = _pyplot().get_cmap("tab20").colors
+    for row, name in enumerate(list(measures.lanes)[:LANES_MAX]):
+        held = [*measures.lanes[name], (end, -1)]
+        for (begin, version), (until, _) in pairwise(held):
+            axes.broken_barh([(begin, max(0.0, until - begin))], (row, 0.9), color=colors[version % len(colors)])
+    axes.set(xlabel="run time, s", ylabel="replica (one colour per weight version)")
+
+
+def grid_figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:
+    """Throughput over GPUs, one panel per model and workload, one line per system."""
+    pyplot = _pyplot()
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    figure, axes = pyplot.subplots(
+        len(workloads),
+        len(models),
+        figsize=(4.5 * len(models), 3.6 * len(workloads)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for line, workload in enumerate(workloads):
+        for column, model in enumerate(models):
+            panel = axes[line][column]
+            chosen = [row for row in rows if (row["model"], row["workload"]) == (model, workload)]
+            for system in dict.fromkeys(row["system"] for row in chosen):
+                points = sorted((r["gpus"], r["throughput_tokens_per_s"]) for r in chosen if r["system"] == system)
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system)
+            panel.set(xscale="log", yscale="log", title=f"{model} {workload}", xlabel="GPUs", ylabel="tokens/s")
+            panel.set_xticks([row["gpus"] for row in chosen], [str(row["gpus"]) for row in chosen])
+            panel.minorticks_off()
+    axes[0][0].legend(fontsize=7)
+    return _save(figure, path)

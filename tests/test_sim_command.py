@@ -1,0 +1,125 @@
+"""`python -m laminar.sim`: what it prints, writes and refuses; and the grid's file."""
+
+import json
+
+import pytest
+
+from laminar.controller.eventlog import SCHEMA
+from laminar.sim import grid
+from laminar.sim.__main__ import main
+
+SMALL = ["--model", "7B", "--split", "2/2", "--median", "60", "--warmup", "1", "--iterations", "1"]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main([*SMALL, *arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_an_ablation_prints_both_runs_as_json_and_writes_figures(capsys, tmp_path):
+    code, out, _ = run(capsys, "--ablate", "repack", "--json", "--out", str(tmp_path))
+    found = json.loads(out)
+    assert code == 0
+    assert found["with repack"]["repack_checks"] > 0 == found["without repack"]["repack_checks"]
+    assert json.loads((tmp_path / "result.json").read_text()) == found
+    for name in ("with-repack", "without-repack"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_a_run_prints_a_table(capsys):
+    code, out, _ = run(capsys, "--policy", "continuous", "--workload", "tool")
+    assert code == 0
+    assert "throughput_tokens_per_s" in out
+    assert "2/2" in out
+
+
+def test_a_custom_sampler_chooses_the_batches(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Freshest:\n"
+        "    calls = 0\n"
+        "    def select(self, view, num_groups):\n"
+        "        Freshest.calls += 1\n"
+        "        return [group.id for group in view.groups[-num_groups:]]\n"
+        "    def state(self):\n        return {}\n"
+        "    def load_state(self, state):\n        pass\n"
+    )
+    code, out, err = run(capsys, "--sampler", f"{file}:Freshest", "--json")
+    assert code == 0, err
+    assert json.loads(out)["run"]["ok"]
+
+
+def test_faults_are_counted(capsys):
+    code, out, _ = run(capsys, "--faults", "reward_infra=0.02", "--json")
+    assert code == 0
+    assert json.loads(out)["run"]["faults"]["reward_infra"] > 0
+
+
+def test_lengths_can_come_from_a_real_run(capsys, tmp_path):
+    import contextlib
+    import sqlite3
+
+    path = tmp_path / "run.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(SCHEMA)
+        for number in range(1, 31):
+            database.execute(
+                "INSERT INTO trajectories (id, num_tokens, num_prompt_tokens, finish_reason) VALUES (?, ?, 12, 'stop')",
+                (number, number),
+            )
+        database.commit()
+    code = main(
+        ["--model", "7B", "--split", "2/2", "--warmup", "1", "--iterations", "1", "--workload", str(path), "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)["run"]
+    assert code == 0
+    assert found["median_tokens"] == 16
+    assert found["latency_max_s"] < 30 * 0.06
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "9"], "makes 4 GPUs, --gpus says 9"),
+        (["--workload", "nowhere.db"], "no such file"),
+        (["--faults", "gremlins"], "no fault 'gremlins'"),
+        (["--sampler", "nowhere:X"], "nowhere"),
+        (["--model", "72B"], "a 72B replica 8"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_what_to_do(capsys, arguments, message):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_database_without_trajectories_is_refused(capsys, tmp_path):
+    path = tmp_path / "run.db"
+    path.write_text("not a database, but long enough to be taken for one" * 30)
+    code, _, err = run(capsys, "--workload", str(path))
+    assert code == 2
+    assert "cannot read its trajectories" in err
+
+
+@pytest.fixture
+def one_point():
+    return [grid.Point(system="sync", model="7B", gpus=64, workload="math")]
+
+
+def test_a_grid_goes_on_where_it_was(tmp_path, one_point, capsys):
+    path = tmp_path / "points.jsonl"
+    first = grid.run(one_point, path, "H800", 0)
+    assert "[1/1" in capsys.readouterr().err
+    with path.open("a") as file:
+        file.write('{"key": "cut off')
+    assert grid.run(one_point, path, "H800", 0) == first
+    assert capsys.readouterr().err == "", "nothing was run again"
+
+
+def test_a_grid_of_other_constants_is_not_mixed_in(tmp_path, one_point):
+    path = tmp_path / "points.jsonl"
+    path.write_text(json.dumps({"key": one_point[0].key, "fingerprint": "other"}) + "\n")
+    with pytest.raises(grid.ConfigError, match="other constants"):
+        grid.run(one_point, path, "H800", 0)

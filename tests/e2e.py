@@ -58,7 +58,7 @@ def new_name() -> str:
 class Run:
     """A controller and its workers. `arguments` are those of `python -m laminar.controller`."""
 
-    def __init__(self, directory: Path, name: str, arguments: list[str]) -> None:
+    def __init__(self, directory: Path, name: str, arguments: list[str], wrap: tuple[str, ...] = ()) -> None:
         self.name, self.path = name, directory / name
         self.lines: list[str] = []
         """What the controller printed so far, stderr included."""
@@ -67,7 +67,7 @@ class Run:
         self._ended = False
         environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "laminar.controller", *arguments],
+            [*wrap, sys.executable, "-m", "laminar.controller", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, cwd=ROOT, env=environment, start_new_session=True,
         )  # fmt: skip
@@ -75,11 +75,13 @@ class Run:
         self._reader.start()
 
     @classmethod
-    def start(cls, directory: Path, hosts: Path, *overrides: str, options: tuple[str, ...] = ()) -> Self:
-        """A new run of the quickstart's configuration with overrides."""
+    def start(
+        cls, directory: Path, hosts: Path, *overrides: str, options: tuple[str, ...] = (), wrap: tuple[str, ...] = ()
+    ) -> Self:
+        """A new run of the quickstart's configuration with overrides. `wrap` is a command that runs a command."""
         name = new_name()
         config = ["--cluster", str(hosts), "--config", str(QUICKSTART / "config.toml")]
-        return cls(directory, name, [*config, *options, f"run.dir={directory}", f"run.name={name}", *overrides])
+        return cls(directory, name, [*config, *options, f"run.dir={directory}", f"run.name={name}", *overrides], wrap)
 
     @classmethod
     def resume(cls, path: Path, *overrides: str) -> Self:

@@ -64,6 +64,8 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         repack_kv_share=config.repack.kv_share,
         repack_requests_max=config.repack.requests_max,
         await_publication_s=config.rollout.await_publication_s,
+        max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
+        on_stale=config.buffer.on_stale,
         num_retries=config.rollout.num_retries,
         on_incomplete=config.buffer.on_incomplete,
         min_group_size=config.buffer.min_group_size,
@@ -297,7 +299,7 @@ class Application:
         workers = [c for c in self._server.channels() if c.worker == name or c.worker.startswith(f"{name}/")]
         ending = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         rank, last_lines = root_cause(last_lines)
-        ending += f" because {name}/{rank}" if rank else ""
+        ending += f" because rank {rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{_indent(last_lines)}" if last_lines else f"{ending} without a word"
         for channel in workers:
             self._post(events.WorkerLost(worker=channel.worker, incarnation=channel.incarnation, reason=reason))

@@ -25,6 +25,8 @@ TOKEN, NAME = "LAMINAR_TOKEN", "LAMINAR_PROCESS"  # environment of every process
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
 LAST_LINES = 15
+FOLDED = "torchrun: rank "
+TORCHRUN_TRACEBACK = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
 TORCHRUN_REPORT = re.compile(
     r"^=+\n.* FAILED\n.*^Root Cause.*?^  rank +: (?P<rank>\d+).*?^  exitcode +: (?P<code>-?\d+) +\(pid: (?P<pid>\d+)\)",
     re.DOTALL | re.MULTILINE,
@@ -90,7 +92,7 @@ class Launcher:
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.rstrip().splitlines()[-LAST_LINES:])
+        return "\n".join(_fold_report(text).rstrip().splitlines()[-LAST_LINES:])
 
     def give_up(self, name: str) -> None:
         """Kill the process of a worker (``trainer-0/1`` is one of ``trainer-0``'s) and what it started; its end is no news."""
@@ -147,15 +149,24 @@ class Launcher:
         return environment.get(TOKEN) == self._token and name in (None, environment.get(NAME))
 
 
-def root_cause(lines: str) -> tuple[str, str]:
-    """What torchrun's report in the last lines of a log says ("0 ended by signal 9"; empty if there is none), and the rest."""
-    found = TORCHRUN_REPORT.search(lines)
+def root_cause(last_lines: str) -> tuple[str, str]:
+    """(which rank failed first and how, by torchrun's report; the other lines) of what `Launcher.last_lines` gave."""
+    rest, _, cause = last_lines.rpartition(FOLDED)
+    return (cause, rest.rstrip()) if cause != last_lines else ("", last_lines)
+
+
+def _fold_report(text: str) -> str:
+    """torchrun's report, a screen that names no cause, as one line."""
+    found = TORCHRUN_REPORT.search(text)
     if found is None:
-        return "", lines
+        return text
     code = int(found["code"])
     ending = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    rest = [line for line in lines[: found.start()].splitlines() if "torch/distributed" not in line]
-    return f"{found['rank']} {ending} (pid {found['pid']})", "\n".join(rest)
+    before = text[: found.start()]
+    own = before.rfind(TORCHRUN_TRACEBACK)
+    rest = before[:own] if own >= 0 and "ChildFailedError" in before[own:] else before
+    lines = [line for line in rest.splitlines() if "torch/distributed/elastic" not in line]
+    return "\n".join([*lines, f"{FOLDED}{found['rank']} {ending} (pid {found['pid']})"])
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:

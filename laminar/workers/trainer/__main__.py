@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _give_up(link, f"{options.name}/{rank} could not join: {error}", EXIT_FAILED)
     except (LaminarError, OSError, RuntimeError, ValueError, ArithmeticError) as error:
         reason = f"{options.name}/{rank}: {_one_line(error)}"
-        link.send(wire.WorkerFailed(reason=reason, detail=traceback.format_exc()))
+        if not _is_of_a_peer(error):
+            link.send(wire.WorkerFailed(reason=reason, detail=traceback.format_exc()))
         return _give_up(link, reason, EXIT_FAILED)
     link.close()
     return 0
@@ -63,8 +64,13 @@ def _give_up(link: ThreadLink, reason: str, code: int) -> int:
     return code
 
 
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Another rank broke a collective. The controller is not told: the cause is that rank's to tell, or torchrun's."""
+    return isinstance(error, DistError) or "gloo" in str(error)
+
+
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, DistError) or "gloo" in str(error):
+    if _is_of_a_peer(error):
         return "another rank went away in a collective; the rank that failed first names the cause"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -125,7 +131,8 @@ class Commands:
             metrics = self._trainer.step(command.step, command.rows, self._link.fetch_tokens)
         except (LaminarError, OSError, RuntimeError, ValueError, ArithmeticError) as error:
             reason = f"rank {self._trainer.rank}: {_one_line(error)}"
-            self._link.send(wire.StepFailed(step=command.step, attempt=command.attempt, reason=reason))
+            if not _is_of_a_peer(error):
+                self._link.send(wire.StepFailed(step=command.step, attempt=command.attempt, reason=reason))
             raise
         self._answer(wire.StepDone(step=command.step, attempt=command.attempt, metrics=metrics))
 

@@ -128,6 +128,10 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Longest time one `select` may take; the event loop waits for it."""
     max_groups: int = 0
     """New groups are held back while this many are in flight or buffered; 0 = three global batches."""
+    max_staleness: int = -1
+    """Most trainer steps that a trained group may be behind the trainer; -1 = no bound, as in the paper."""
+    on_stale: Literal["drop", "wait"] = "drop"
+    """A group past the bound: drop it when it is complete, or never let it come to that (docs/policies/staleness.md)."""
     on_incomplete: Literal["drop", "train"] = "drop"
     """A group that cannot be completed: drop it, or train on it from `min_group_size` siblings up."""
     min_group_size: int = 2
@@ -278,6 +282,10 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (
             c.repack.interval_s <= 0,
             f"repack.interval_s = {c.repack.interval_s}: above 0 (repack.enabled = false turns it off)",
+        ),
+        (
+            c.buffer.max_staleness < -1,
+            f"buffer.max_staleness = {c.buffer.max_staleness}: 0 or more, or -1 for no bound",
         ),
         (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
         (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),

@@ -129,7 +129,7 @@ def test_what_is_no_path_stays_as_it_is(model):
         ("[task]\nshuffle = 1\n", "task.shuffle = 1: expected true or false"),
         ("[task]\noptions = 1\n", "task.options = 1: expected a table"),
         ("[task]\nshuffle = 1979-05-27\n", "task.shuffle = 1979-05-27: expected true or false"),
-        ('[buffer]\non_stale = "drop"\n', "key buffer.on_stale is unknown"),
+        ('[buffer]\non_stales = "drop"\n', "key buffer.on_stales is unknown"),
         (
             '[buffer]\non_incomplete = "drp"\n',
             'on_incomplete = "drp": expected one of "drop", "train"; did you mean drop?',

@@ -1,11 +1,11 @@
 """Custom samplers from the core's side: when to ask, and what to do with a bad answer."""
 
-from laminar.core import versions
+from laminar.core import bounds, versions
 from laminar.core.actions import AskSampler, RaiseAlarm
 from laminar.core.events import SamplerAnswered
 from laminar.core.fleet import gate_is_open, num_outstanding
 from laminar.core.records import Group, SamplerRequest, State
-from laminar.core.sampling import BufferView, GroupView, fifo, problem
+from laminar.core.sampling import BufferView, GroupView, problem
 from laminar.core.training import can_take_batch
 from laminar.core.turn import Turn
 
@@ -43,6 +43,8 @@ def ask(turn: Turn) -> None:
         return
     if not can_take_batch(turn) or len(state.buffer) < settings.batch_groups:
         return
+    if bounds.refusal(turn, bounds.oldest_first(turn)[: settings.batch_groups]):
+        return  # a group near the bound has to complete first
     state.num_sampler_requests += 1
     state.sampler_request = SamplerRequest(request=state.num_sampler_requests, num_groups=settings.batch_groups)
     turn.emit(
@@ -69,6 +71,8 @@ def on_answered(turn: Turn, event: SamplerAnswered) -> None:
         _refuse(turn, f"took {event.elapsed_ms:.1f} ms, allowed are {turn.settings.sampler_budget_ms:g} ms")
     elif fault := problem(event.groups, state.buffer, turn.settings.batch_groups):
         _refuse(turn, fault)
+    elif event.groups and (fault := bounds.refusal(turn, event.groups)):
+        _refuse(turn, f"chose a batch that cannot be trained: {fault}")
     elif event.groups:
         state.sampler_answer = event.groups
     else:
@@ -80,14 +84,15 @@ def _refuse(turn: Turn, fault: str) -> None:
         turn.fail(f"the custom sampler {fault}")
         return
     turn.emit(RaiseAlarm(cause=turn.cause, name="sampler", text=f"the custom sampler {fault}; this batch is FIFO"))
-    turn.state.sampler_answer = fifo(view(turn), turn.settings.batch_groups)
+    turn.state.sampler_answer = bounds.oldest_first(turn)[: turn.settings.batch_groups]
 
 
 def _starve(turn: Turn) -> None:
     """It waits for something else. If nothing else can come, waiting would be for ever."""
     state: State = turn.state
     text = f"the custom sampler chose nothing from {len(state.buffer)} complete groups"
-    if len(state.buffer) >= num_outstanding(state) and not gate_is_open(turn):
+    more_may_come = gate_is_open(turn) and bounds.admits(turn, turn.trainer_version)
+    if len(state.buffer) >= num_outstanding(state) and not more_may_come:
         _refuse(turn, f"chose nothing although no other group can complete (the buffer holds {len(state.buffer)})")
         return
     state.sampler_starved = True

@@ -7,7 +7,7 @@ sample yield decisions that can be held (see `laminar.core.decisions`); the rest
 from collections.abc import Callable
 from typing import Any
 
-from laminar.core import choice, evaluation, events, fleet, groups, moves, snapshot, story, training, versions
+from laminar.core import bounds, choice, evaluation, events, fleet, groups, moves, snapshot, story, training, versions
 from laminar.core.actions import AnyAction, StopWorker
 from laminar.core.decisions import (
     AnyDecision,
@@ -228,6 +228,7 @@ def _settle(turn: Turn) -> None:
         moves.check(turn)
         progressed |= _run_pass(turn, "repack")
         progressed |= _run_pass(turn, "dispatch")
+        progressed |= bounds.sweep(turn)
         choice.ask(turn)
         progressed |= _run_pass(turn, "sample")
         progressed |= training.start_leased(turn)

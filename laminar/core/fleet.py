@@ -7,7 +7,7 @@ there is a newer version, it pulls that.
                   └── pull failed ──► what it was before
 """
 
-from laminar.core import groups, refresh, story, versions
+from laminar.core import bounds, groups, refresh, story, versions
 from laminar.core.actions import PullWeights, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -174,7 +174,8 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
         return False
     if replica.num_generating == 0 and versions.is_awaited(turn.state):
         return False
-    return not replica.leaving and refresh.may_admit(turn, replica)
+    assert replica.version is not None
+    return not replica.leaving and refresh.may_admit(turn, replica) and bounds.admits(turn, replica.version)
 
 
 def _propose_queued(turn: Turn) -> DispatchQueued | None:

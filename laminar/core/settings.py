@@ -20,6 +20,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that one replica admits per weight pull."""
     buffer_groups_max: int
     """New groups are held back while this many are in flight or buffered."""
+    max_staleness: int | None = None
+    """Most trainer steps that a trained group may be behind; None = no bound, as in the paper."""
+    on_stale: Literal["drop", "wait"] = "drop"
     num_retries: int = 3
     on_incomplete: Literal["drop", "train"] = "drop"
     min_group_size: int = 2

@@ -7,7 +7,7 @@ Invariants:
 * After a restore the steps since the checkpoint are redone from the same groups in the same order (attempt + 1).
 """
 
-from laminar.core import evaluation, fleet, ledger, story, versions
+from laminar.core import bounds, evaluation, fleet, ledger, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -101,7 +101,8 @@ def propose_batch(turn: Turn) -> TakeBatch | None:
         if not state.sampler_answer:
             return None
         return TakeBatch(step=state.trainer.step + 1, groups=list(state.sampler_answer))
-    return TakeBatch(step=state.trainer.step + 1, groups=list(state.buffer)[:num_groups])
+    chosen = bounds.oldest_first(turn)[:num_groups]
+    return None if bounds.refusal(turn, chosen) else TakeBatch(step=state.trainer.step + 1, groups=chosen)
 
 
 def apply_batch(turn: Turn, decision: TakeBatch) -> None:
@@ -109,6 +110,7 @@ def apply_batch(turn: Turn, decision: TakeBatch) -> None:
     state = turn.state
     state.sampler_answer = []
     fits = all(group in state.buffer for group in decision.groups) and len(set(decision.groups)) == len(decision.groups)
+    fits = fits and not bounds.refusal(turn, decision.groups)
     if not (fits and decision.groups and can_take_batch(turn) and decision.step == state.trainer.step + 1):
         return
     for group_id in decision.groups:

@@ -106,5 +106,10 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
         return
     text = f"{version} was not published: {reason}; replicas go on with what they have until the next version"
     turn.emit(RaiseAlarm(cause=turn.cause, name="version-lost", text=text))
-    if record.num_tries >= PUBLISH_TRIES_MAX and newest(turn.state) is None:
+    readable, bound = newest(turn.state), turn.settings.max_staleness
+    if record.num_tries >= PUBLISH_TRIES_MAX and readable is None:
         turn.fail(f"the first weights could not be published after {record.num_tries} tries: {reason}")
+    elif readable and bound is not None and staleness(turn.state.branches, version, readable.version) > bound:
+        turn.fail(
+            f"{version} could not be published ({reason}), and {readable.version} is beyond max_staleness = {bound}"
+        )

@@ -1,0 +1,80 @@
+"""Staleness bounds: no group is trained more than `max_staleness` trainer steps behind. docs/policies/staleness.md.
+
+* `drop`: a complete group that has become too old is dropped{stale} before the next batch is chosen.
+* `wait`: groups are trained in order of age, no train step starts that would push a live group past the bound, and no group begins
+  that could not be trained in time. Earliest deadline first with an admission test: the bound holds, nothing waits for ever.
+
+A *live* group is in flight or buffered. `chances` is the number of train steps in which it can still be trained.
+"""
+
+from laminar.core import groups, versions
+from laminar.core.records import Group, GroupState
+from laminar.core.turn import Turn
+from laminar.ids import GroupId, Version, format_id
+
+
+def staleness(turn: Turn, group: Group) -> int:
+    """Trainer steps from the group's oldest generating version to the trainer's present one; 0 before it starts."""
+    if turn.settings.group_versions == "regenerate":
+        behavior = [group.version] if group.version else []
+    else:
+        records = (turn.state.trajectories[t] for t in group.trajectories)
+        behavior = [t.behavior_version for t in records if t.behavior_version]
+    ages = [versions.staleness(turn.state.branches, turn.trainer_version, version) for version in behavior]
+    return max(ages, default=0)
+
+
+def chances(turn: Turn, version_staleness: int) -> int:
+    """Train steps that may still take a group which is so many steps behind now; the one that runs took its batch already."""
+    bound = turn.settings.max_staleness
+    assert bound is not None
+    return bound - (version_staleness + (turn.state.trainer.running > 0)) + 1
+
+
+def admits(turn: Turn, version: Version) -> bool:
+    """Whether one more group of `version` could be trained in time at all (`drop`), or would always be (`wait`)."""
+    if turn.settings.max_staleness is None:
+        return True
+    age = versions.staleness(turn.state.branches, turn.trainer_version, version)
+    if turn.settings.on_stale == "drop":
+        return chances(turn, age) > 0
+    ages = [staleness(turn, group) for group in turn.state.groups.values() if group.state != GroupState.LEASED]
+    ages.append(age)
+    ages.sort(reverse=True)
+    batch = turn.settings.batch_groups
+    return all(index < batch * chances(turn, age) for index, age in enumerate(ages))
+
+
+def oldest_first(turn: Turn) -> list[GroupId]:
+    """Complete groups, the nearest to the bound first, in order of completion within."""
+    waiting = [turn.state.groups[group] for group in turn.state.buffer]
+    if turn.settings.max_staleness is not None and turn.settings.on_stale == "wait":
+        waiting.sort(key=lambda group: -staleness(turn, group))
+    return [group.id for group in waiting]
+
+
+def refusal(turn: Turn, chosen: list[GroupId]) -> str:
+    """`wait`: why no step may start with this batch, so that the groups left behind can all be trained in time; empty if it may."""
+    bound = turn.settings.max_staleness
+    if bound is None or turn.settings.on_stale != "wait":
+        return ""
+    inside = dict.fromkeys(chosen)
+    left = [g for g in turn.state.groups.values() if g.state != GroupState.LEASED and g.id not in inside]
+    left.sort(key=lambda group: -staleness(turn, group))
+    for index, group in enumerate(left):
+        if index >= turn.settings.batch_groups * (bound - staleness(turn, group)):
+            return f"group {format_id(group.id)} would be left behind and pass max_staleness = {bound}"
+    return ""
+
+
+def sweep(turn: Turn) -> bool:
+    """`drop`: complete groups beyond the bound leave the buffer. True if there were any."""
+    bound = turn.settings.max_staleness
+    if bound is None or turn.settings.on_stale != "drop":
+        return False
+    old = [group for group in map(turn.state.groups.__getitem__, turn.state.buffer) if staleness(turn, group) > bound]
+    for group in old:
+        groups.drop_group(turn, group, "stale")
+    if old:
+        turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+    return bool(old)

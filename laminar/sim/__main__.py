@@ -11,7 +11,7 @@ from laminar.errors import ConfigError, LaminarError
 from laminar.plugins import load_object
 from laminar.sim import faults, grid, plots, workload
 from laminar.sim.cluster import HARDWARE, MODELS
-from laminar.sim.scenario import Scenario, simulate
+from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.world import SimulationError
 
 EPILOG = """examples:
@@ -67,7 +67,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TRAIN/ROLLOUT",
         help="GPUs of each side; default: balanced by the cost formulas",
     )
-    add("--workload", default="math", help="math, tool, or the run.db of a real run; default math")
+    add("--optimize-split", action="store_true", help="search the placement with short runs first")
+    add(
+        "--workload", help="math, tool, or the run.db of a real run; default math, for --preset paper both of the first"
+    )
     add("--median", type=_positive, help="median response tokens")
     add("--growth", type=float, help="relative growth of the median length per train step, for example 0.01")
     add("--policy", choices=["batch", "continuous"], default="batch", help="refresh policy; default batch")
@@ -127,7 +130,8 @@ def _total(options: argparse.Namespace, split: tuple[int, int]) -> int:
 
 
 def _workload(options: argparse.Namespace) -> workload.Workload:
-    chosen = workload.WORKLOADS.get(options.workload) or workload.observed(Path(options.workload))
+    name = options.workload or "math"
+    chosen = workload.WORKLOADS.get(name) or workload.observed(Path(name))
     if options.median and chosen.lengths:
         raise ConfigError("--median goes with math and tool only; a run.db has its own lengths")
     if options.median:
@@ -139,6 +143,9 @@ def _workload(options: argparse.Namespace) -> workload.Workload:
 
 def _runs(options: argparse.Namespace) -> int:
     scenario, results = _scenario(options), {}
+    if options.optimize_split and options.split:
+        raise ConfigError("--optimize-split searches what --split fixes: leave one away")
+    scenario = optimized(scenario) if options.optimize_split else scenario
     variants = {"run": scenario}
     if options.ablate:
         variants = {"with repack": scenario, "without repack": replace(scenario, repack=False)}
@@ -175,11 +182,12 @@ def _write(options: argparse.Namespace, results: Any) -> None:
 def _grid(options: argparse.Namespace) -> int:
     options.out = options.out or Path("sim-paper")
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.workload not in ("math", *workload.WORKLOADS):
+    workloads = [options.workload] if options.workload else list(workload.WORKLOADS)
+    if workloads[0] not in workload.WORKLOADS:
         raise ConfigError(f"--preset paper has the workloads {', '.join(workload.WORKLOADS)}, not {options.workload}")
     models = [options.model] if options.model else list(MODELS)
     gpus = [options.gpus] if options.gpus else list(grid.GPUS)
-    wanted = grid.points(models, gpus, list(workload.WORKLOADS))
+    wanted = grid.points(models, gpus, workloads)
     rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed)
     _write(options, rows)
     plots.grid_figure(rows, options.out / "throughput")

@@ -1,7 +1,7 @@
 """One simulated run by its choices, and everything that follows from them."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from laminar.core.sampling import Sampler
@@ -14,6 +14,11 @@ from laminar.sim.measure import Measures
 from laminar.sim.workload import Workload
 from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, World
 
+SPLIT_TOLERANCE = 0.1
+SEARCHED_PARTS = (6, 8, 10, 12)  # sixteenths that a search tries as rollout GPUs
+SEARCH_WARMUP = (
+    2  # iterations before, and as many measured: enough to rank placements that differ by an eighth of the GPUs
+)
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
@@ -53,16 +58,19 @@ class Scenario:
         return Cluster(hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout)
 
     def balanced_split(self) -> tuple[int, int]:
-        """The placement whose slower side, by the formulas alone, is fastest: full batches decoding against the trainer."""
-        model, best = MODELS[self.model], (float("inf"), (0, 0))
+        """By the formulas alone: of the placements whose slower side (steady decoding, or the trainer) is within a tolerance of
+        the fastest, the one with the fewest rollout GPUs. Decoding a given number of requests hardly gains by spreading them."""
+        model = MODELS[self.model]
+        found = []
         for part in range(1, SPLIT_PARTS):
             rollout = self.gpus * part // SPLIT_PARTS // model.tensor_parallel * model.tensor_parallel
             if 0 < rollout < self.gpus:
                 split = (self.gpus - rollout, rollout)
-                best = min(best, (self._slower_side_s(split), split))
-        if not best[1][0]:
+                found.append((self._slower_side_s(split), split))
+        if not found:
             raise ConfigError(f"--gpus {self.gpus}: no split leaves a trainer and one replica of {self.model}")
-        return best[1]
+        good = min(found)[0] * (1.0 + SPLIT_TOLERANCE)
+        return next(split for seconds, split in found if seconds <= good)
 
     def _slower_side_s(self, split: tuple[int, int]) -> float:
         cluster = Cluster(
@@ -120,6 +128,20 @@ def simulate(scenario: Scenario, events_max: int = EVENTS_MAX) -> tuple[World, d
     world.run(events_max)
     elapsed_s = time.perf_counter() - begun
     return world, summary(scenario, world) | {"elapsed_s": round(elapsed_s, 2)}
+
+
+def optimized(scenario: Scenario) -> Scenario:
+    """The scenario at the best of a few placements, by short runs. Raises ConfigError if none is possible."""
+    parallel, found = MODELS[scenario.model].tensor_parallel, []
+    for part in SEARCHED_PARTS:
+        rollout = scenario.gpus * part // SPLIT_PARTS // parallel * parallel
+        if 0 < rollout < scenario.gpus:
+            split = (scenario.gpus - rollout, rollout)
+            short = replace(scenario, split=split, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
+            found.append((simulate(short)[1]["throughput_tokens_per_s"], split))
+    if not found:
+        raise ConfigError(f"--gpus {scenario.gpus}: no split leaves a trainer and one replica of {scenario.model}")
+    return replace(scenario, split=max(found)[1])
 
 
 def summary(scenario: Scenario, world: World) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_sim_world import SHORT, scenario
 
+from laminar.core.actions import AbortAttempts
 from laminar.core.versions import newest
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId
@@ -175,6 +176,25 @@ def test_a_failed_checkpoint_commits_later_and_loses_nothing():
     assert world.measures.faults["alarm:checkpoint-failed"] > 0
     assert is_whole(world, 8)
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_a_trajectory_that_finishes_before_it_moves_is_finished():
+    world = scenario(workload=LONG, iterations=STEPS, answer_s=3.0).world()
+    released = []
+    abort = world.rollouts._on_abort_attempts
+
+    def spy(action):
+        released.extend(zip(action.trajectories, action.attempts, strict=True))
+        abort(action)
+
+    world._answers[AbortAttempts] = spy
+    finished = []
+    finish = world.rollouts._finished
+    world.rollouts._finished = lambda request: finished.append((request.trajectory, request.attempt)) or finish(request)
+    world.run()
+    assert is_whole(world)
+    assert set(released) & set(finished), "some finished although they had been told to move"
+    assert world.core.state.repack.num_moves > 0
 
 
 def test_every_fault_has_a_scenario_here():

@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # … | head
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

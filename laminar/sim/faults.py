@@ -25,7 +25,7 @@ from laminar.core.engine import Core
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId, derive_seed
 from laminar.sim.rollouts import Engine
-from laminar.sim.world import World
+from laminar.sim.world import SimulationError, World
 
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
 PER_HOUR = ("engine_crash", "host_lost", "partition", "short_partition", "controller_crash")
@@ -156,7 +156,7 @@ class Injector:
         world = self.world
         if world.core.state.finished:
             return
-        if world.rollouts.engines.get(worker) is not engine:
+        if engine.given_up:
             world.send(
                 events.ReplicaJoined(
                     worker=worker,
@@ -166,8 +166,12 @@ class Injector:
                     kv_tokens_max=world.cluster.kv_tokens_max,
                 )
             )
+            if worker in world.core.state.replicas and worker not in world.rollouts.engines:
+                raise SimulationError(f"{worker} was given up, returned with its old incarnation, and was taken back")
             self.world.rollouts.rejoin(worker, engine.incarnation, self.plan.restart_s)
             return
+        if world.rollouts.engines.get(worker) is not engine:
+            return  # it died behind the broken channel
         engine.connected = True
         world.send(events.WorkerReturned(worker=worker, incarnation=engine.incarnation))
         backlog, engine.backlog, engine.unsent = engine.backlog, [], []

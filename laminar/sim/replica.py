@@ -99,7 +99,12 @@ class Replica:
     # ---- from outside ------------------------------------------------------------------------------------------
 
     def submit(self, now: float, request: Request) -> None:
-        """Take a request; it runs from the end of the present step on, if there is room."""
+        """Take a request; it runs from the end of the present step on, if there is room. An older attempt of it ends now."""
+        older = self.requests.get(request.trajectory)
+        if older is not None:
+            self._release(older)
+            self._waiting = deque(r for r in self._waiting if r is not older)
+            self._joining = [r for r in self._joining if r is not older]
         self.requests[request.trajectory] = request
         self._joining.append(request)
         self._wake_at_step_end(now)

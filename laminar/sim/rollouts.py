@@ -8,6 +8,7 @@ goes on from exactly the tokens that were reported; weights are pulled under no 
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from laminar.core import actions, events
@@ -25,6 +26,8 @@ class Engine:
     replica: Replica
     incarnation: int
     connected: bool = True
+    given_up: bool = False
+    """The core counts it as lost while it goes on behind a broken channel."""
     backlog: list[Callable[[], None]] = field(default_factory=list)
     """What it has to say while its channel is broken, in order."""
     unsent: list[Request] = field(default_factory=list)
@@ -42,6 +45,8 @@ class Rollouts:
         self.engines: dict[WorkerId, Engine] = {}
         self.stored: dict[TrajectoryId, int] = {}
         """Response tokens that the token store has; entries leave with ForgetTokens."""
+        self.answer_s = 0.0
+        """From the word to stop for a move until the source's engine hears it."""
         self.restart_s = 60.0
         """From a process's end to the join of the one that the launcher starts in its place."""
         self._versions: dict[TrajectoryId, Version] = {}
@@ -135,10 +140,11 @@ class Rollouts:
         replica = engine.replica
         failed = [(r, self.failure(r)) for r in outcome.finished]
         finished = [r for r, failure in failed if failure is None]
-        known = [(r.trajectory, r.attempt, r.num_tokens) for r in outcome.finished + outcome.aborted]
+        known = [(r.trajectory, r.attempt, r.num_tokens) for r, failure in failed if failure is not None]
+        known += [(r.trajectory, r.attempt, r.num_tokens) for r in outcome.aborted]
         if lengths:
             known += [(r.trajectory, r.attempt, replica.length(r)) for r in replica.requests.values()]
-        for trajectory, attempt, length in known:
+        for trajectory, attempt, length in [*known, *((r.trajectory, r.attempt, r.num_tokens) for r in finished)]:
             if self._attempts.get(trajectory) == attempt:
                 self.stored[trajectory] = length
         engine.reported = (replica.kv_tokens, replica.num_running, replica.num_waiting)
@@ -210,20 +216,17 @@ class Rollouts:
     # ---- what the core asks for --------------------------------------------------------------------------------
 
     def _on_start_group(self, action: actions.StartGroup) -> None:
-        engine = self.engines.get(action.worker)
+        engine = self.engines[action.worker]
         prefilled = False
         for start in action.starts:
             self._check_start(action, start)
-            if engine is None:
-                continue
             request = self._request(action, start, shared=prefilled)
             prefilled = prefilled or not start.resume
             if start.score_only:
                 self._rescore(action.worker, engine, request)
             else:
                 engine.replica.submit(self.world.now, request)
-        if engine is not None:
-            self.schedule(action.worker, engine)
+        self.schedule(action.worker, engine)
 
     def _check_start(self, action: actions.StartGroup, start: actions.Start) -> None:
         before = self._attempts.get(start.trajectory, 0)
@@ -269,11 +272,23 @@ class Rollouts:
         self.world.after(0.0, lambda: self.world.send(event) if self.engines.get(worker) is engine else None)
 
     def _on_abort_attempts(self, action: actions.AbortAttempts) -> None:
+        """What the core has voided ends at once; what is to move goes on until the source has taken notice."""
         engine = self.engines.get(action.worker)
-        if engine is not None:
-            for trajectory, attempt in zip(action.trajectories, action.attempts, strict=True):
+        if engine is None:
+            return
+        records, pairs = self.world.core.state.trajectories, zip(action.trajectories, action.attempts, strict=True)
+        for trajectory, attempt in pairs:
+            record = records.get(trajectory)
+            if self.answer_s and record and record.moving_to and record.attempt == attempt:
+                self.world.after(self.answer_s, partial(self._let_go, action.worker, engine, trajectory, attempt))
+            else:
                 engine.replica.abort(self.world.now, trajectory, attempt)
-            self.schedule(action.worker, engine)
+        self.schedule(action.worker, engine)
+
+    def _let_go(self, worker: WorkerId, engine: Engine, trajectory: TrajectoryId, attempt: int) -> None:
+        if self.engines.get(worker) is engine:
+            engine.replica.abort(self.world.now, trajectory, attempt)
+            self.schedule(worker, engine)
 
     def _on_pull_weights(self, action: actions.PullWeights) -> None:
         engine = self.engines.get(action.worker)
@@ -312,5 +327,6 @@ class Rollouts:
         engine = self.engines.get(action.worker)
         if engine is not None and engine.incarnation == action.incarnation:
             self.kill(action.worker)
+            engine.given_up = not engine.connected
             if engine.connected and not self.world.core.state.finished:
                 self.rejoin(action.worker, action.incarnation, self.restart_s)

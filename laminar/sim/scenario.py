@@ -43,6 +43,8 @@ class Scenario:
     batch_groups: int = 512
     group_size: int = 16
     flush_s: float = 60.0
+    answer_s: float = 0.0
+    """How long the source of a move goes on before it hears of it."""
     traced: bool = False
     check_every: int = CHECK_ALL_EVERY
 
@@ -117,6 +119,7 @@ class Scenario:
             stop_after=self.iterations,
             check_every=self.check_every,
         )
+        world.rollouts.answer_s = self.answer_s
         inject(world, self.faults, self.seed)
         return world
 

@@ -48,6 +48,7 @@ def scenario(seed: int) -> Scenario:
         batch_groups=random.randint(2, 8),
         group_size=random.randint(2, 4),
         flush_s=random.choice([0.25, 2.0, 20.0]),
+        answer_s=random.choice([0.0, 0.25, 2.0]),
         check_every=20,
         traced=True,
     )  # fmt: skip

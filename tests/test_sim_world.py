@@ -44,6 +44,17 @@ def test_a_run_makes_its_steps_and_accounts_for_everything(policy, workload):
     assert sum(world.measures.s_gen.values()) == 3 * 8 * 4
 
 
+def test_the_measured_window_ends_with_the_last_iteration_asked_for():
+    slow_trainer = scenario(iterations=6, split=(1, 7), workload=replace(SHORT, median=20.0))
+    world, found = simulate(slow_trainer)
+    last = world.measures.iterations[-1]
+    assert last.step == 6
+    assert found["throughput_tokens_per_s"] == pytest.approx(
+        sum(i.num_tokens for i in world.measures.iterations[1:]) / (last.at - world.measures.iterations[0].at)
+    )
+    assert last.num_generated - world.measures.iterations[-2].num_generated > 0
+
+
 def test_every_trained_trajectory_has_the_length_that_was_drawn():
     world = scenario().world()
     rows = []

@@ -67,9 +67,9 @@ class Training:
                 num_generated=generated,
             )
         )
-        self.world.send(events.StepFinished(step=action.step, attempt=action.attempt))
         if action.step == self.world.stop_after:
-            self.world.send(events.StopRequested(reason="measured"))
+            self.world.send(events.StopRequested(reason="measured"))  # first, so that no further step begins
+        self.world.send(events.StepFinished(step=action.step, attempt=action.attempt))
 
     def _on_save_checkpoint(self, action: actions.SaveCheckpoint) -> None:
         event: events.AnyEvent = events.CheckpointSaved(step=action.step)

@@ -8,7 +8,7 @@ from laminar.controller.eventlog import SCHEMA
 from laminar.sim import grid
 from laminar.sim.__main__ import main
 
-SMALL = ["--model", "7B", "--split", "2/2", "--median", "60", "--warmup", "1", "--iterations", "1"]
+SMALL = ["--preset", "small", "--split", "2/2", "--median", "60", "--warmup", "1", "--iterations", "1"]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -71,7 +71,7 @@ def test_lengths_can_come_from_a_real_run(capsys, tmp_path):
             )
         database.commit()
     code = main(
-        ["--model", "7B", "--split", "2/2", "--warmup", "1", "--iterations", "1", "--workload", str(path), "--json"]
+        ["--preset", "small", "--split", "2/2", "--warmup", "1", "--iterations", "1", "--workload", str(path), "--json"]
     )
     found = json.loads(capsys.readouterr().out)["run"]
     assert code == 0
@@ -116,6 +116,18 @@ def test_a_grid_goes_on_where_it_was(tmp_path, one_point, capsys):
         file.write('{"key": "cut off')
     assert grid.run(one_point, path, "H800", 0) == first
     assert capsys.readouterr().err == "", "nothing was run again"
+
+
+def test_the_grid_is_printed_beside_the_papers_speedups():
+    rows = [
+        {"key": f"{system}/72B/1024/math", "model": "72B", "gpus": 1024, "workload": "math", "system": system,
+         "throughput_tokens_per_s": rate}
+        for system, rate in zip(grid.SYSTEMS, (8e4, 9e4, 2e4, 4e4, 5e4, 8e4), strict=True)
+    ]  # fmt: skip
+    text = grid.table(rows)
+    assert "mean speedup, math sync: 4.00x, largest 4.00x; paper 2.56x" in text
+    assert "mean speedup, math partial: 1.00x, largest 1.00x; paper 1.39x" in text
+    assert "speedup over sync, math 72B 1024: 4.00x; paper 5.48x" in text
 
 
 def test_a_grid_of_other_constants_is_not_mixed_in(tmp_path, one_point):

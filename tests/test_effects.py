@@ -423,7 +423,7 @@ def test_a_sampler_that_cannot_take_its_state_back_is_named(tmp_path: Path) -> N
         [1 << 80],
         object(),
     ],
-    ids=repr,
+    ids=lambda garbage: type(garbage).__name__,
 )
 def test_a_choice_of_the_wrong_type_is_an_error_that_says_what_it_is(tmp_path: Path, garbage: Any) -> None:
     [event] = answer_of(tmp_path, bad("select", garbage))

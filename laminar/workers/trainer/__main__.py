@@ -25,7 +25,7 @@ from laminar.workers.trainer.trainer import Trainer
 
 CONNECT_TIMEOUT_S = 120.0  # a controller that launched us answers at once; a restarting one within its orphan timeout
 RECEIVE_TIMEOUT_S = 60.0  # only bounds one wait; the link itself notices a lost controller
-RELAY_TIMEOUT_S = 60.0  # for a slot; a publication that waits longer is given up
+RELAY_TIMEOUT_S = 8.0  # a publication is ordered when the relay serves; one that does not answer for so long is dead
 EXIT_FAILED, EXIT_ORPHANED = 1, 3
 
 

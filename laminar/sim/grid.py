@@ -137,6 +137,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"mean speedup, {key}: {mean(values):.2f}x, largest {max(values):.2f}x{beside}")
     workload, model, gpus, largest = PAPER_LARGEST
     if (workload, model, gpus) in heads:
-        own = [cells[f"{s}/{model}/{gpus}/{workload}"]["throughput_tokens_per_s"] for s in ("laminar", "sync")]
-        lines.append(f"speedup over sync, {workload} {model} {gpus}: {own[0] / own[1]:.2f}x; paper {largest}x")
+        rates = [cells[f"{s}/{model}/{gpus}/{workload}"]["throughput_tokens_per_s"] for s in ("laminar", "sync")]
+        lines.append(f"speedup over sync, {workload} {model} {gpus}: {rates[0] / rates[1]:.2f}x; paper {largest}x")
     return "\n".join(lines)

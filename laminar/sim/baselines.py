@@ -58,13 +58,17 @@ class Job:
 
 
 def _generate(job: Job, batch: int) -> list[tuple[float, int]]:
-    """One global batch on idle replicas: (finished at, tokens) of each trajectory, in order of completion."""
+    """One global batch on idle replicas: (complete at, tokens) of each group, in order of completion."""
     replicas = [Replica(job.cluster) for _ in range(job.cluster.num_replicas)]
     for index in range(job.batch):
         replica = replicas[index // job.group_size % len(replicas)]
         replica.submit(0.0, job.request(batch * job.batch + index, 0.0))
-    ended = [(at, job.tokens(request)) for replica in replicas for at, request in _drain(replica)]
-    return sorted(ended)
+    groups: dict[int, tuple[float, int]] = {}
+    for replica in replicas:
+        for at, request in _drain(replica):
+            before = groups.get(request.group, (0.0, 0))
+            groups[request.group] = (max(before[0], at), before[1] + job.tokens(request))
+    return sorted(groups.values())
 
 
 def _drain(replica: Replica) -> Iterator[tuple[float, Request]]:
@@ -131,6 +135,9 @@ class _Pool:
         self.job, self.number = job, 0
         self.replicas = [Replica(job.cluster) for _ in range(job.cluster.num_replicas)]
         self.ready: list[tuple[float, int]] = []
+        """(complete at, tokens) of whole groups: a group trains when its last sibling has ended."""
+        self.open: dict[int, tuple[int, int]] = {}
+        """Group -> (siblings that have ended, their tokens)."""
         self.held: list[int] = []
         """Replicas, once per request that they may not start yet."""
         for index in range(share * len(self.replicas)):
@@ -141,7 +148,7 @@ class _Pool:
     def take_batch(self, updates_at: float) -> tuple[float, int]:
         """When the next batch is complete, and its tokens. An update at `updates_at` interrupts everyone on the way."""
         interrupted = updates_at <= 0.0
-        while len(self.ready) < self.job.batch or not interrupted:
+        while len(self.ready) < self.job.batch_groups or not interrupted:
             now, index = heappop(self.heap)
             if not interrupted and now >= updates_at:
                 heappush(self.heap, (now, index))
@@ -150,7 +157,7 @@ class _Pool:
                 continue
             if now == self.replicas[index].wake_at:
                 self._turn(index, now)
-        batch, self.ready = self.ready[: self.job.batch], self.ready[self.job.batch :]
+        batch, self.ready = self.ready[: self.job.batch_groups], self.ready[self.job.batch_groups :]
         now = max(batch[-1][0], updates_at)
         held, self.held = self.held, []
         for index in held:
@@ -161,12 +168,20 @@ class _Pool:
     def _turn(self, index: int, now: float) -> None:
         replica = self.replicas[index]
         for request in replica.turn(now).finished:
-            self.ready.append((now, self.job.tokens(request)))
-            if len(self.ready) < 2 * self.job.batch:
+            self._end(request, now)
+            if len(self.ready) < 2 * self.job.batch_groups:
                 self._start(index, now)
             else:
                 self.held.append(index)
         heappush(self.heap, (replica.wake_at, index))
+
+    def _end(self, request: Request, now: float) -> None:
+        num, tokens = self.open.pop(request.group, (0, 0))
+        ended = (num + 1, tokens + self.job.tokens(request))
+        if ended[0] == self.job.group_size:
+            self.ready.append((now, ended[1]))
+        else:
+            self.open[request.group] = ended
 
     def _start(self, index: int, now: float) -> None:
         self.replicas[index].submit(now, self.job.request(self.number, now))

@@ -20,6 +20,9 @@ SEARCH_WARMUP = (
     2  # iterations before, and as many measured: enough to rank placements that differ by an eighth of the GPUs
 )
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
+OUTSTANDING_BATCHES = 4
+"""Limit of groups in flight and buffered, in fleets' local batches. A group is open until its longest sibling has ended, three to
+four times as long as a trajectory takes; a lower limit would hold generation back, as the paper, which has none, does not."""
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
 
@@ -96,7 +99,7 @@ class Scenario:
             group_size=self.group_size,
             batch_groups=self.batch_groups,
             local_batch_groups=local,
-            buffer_groups_max=in_flight + self.batch_groups,
+            buffer_groups_max=OUTSTANDING_BATCHES * in_flight,
             custom_sampler=self.sampler is not None,
             checkpoint_every=1,
             evaluate=False,

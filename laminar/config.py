@@ -101,6 +101,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     await_publication_s: float = 1.0
     """A replica with nothing running waits this long for weights that are just being published, rather than begin a local
     batch with older ones."""
+    restarts: int = 2
+    """A replica that is lost is started again this often, with growing pauses, before it is given up."""
     num_retries: int = 3
     """A trajectory that failed for infrastructure reasons starts again this often."""
 

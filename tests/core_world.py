@@ -281,6 +281,8 @@ class World(Driver):
         replica = state.replicas[name]
         if kind == 0 and len(state.replicas) > 1:
             out = self.send(events.WorkerLost(worker=name, incarnation=replica.incarnation, reason="killed"))
+            if self.core.settings.restarts_max:
+                return out
             self.incarnation += 1
             incarnation = self.incarnation
             self.pending.append(lambda: self.join(name, incarnation))
@@ -337,6 +339,15 @@ class World(Driver):
         del self.engine[worker][trajectory]
         more = self.core.state.trajectories[trajectory].num_tokens + self.random.randint(0, 2)
         return self.report(worker, {trajectory: more}, aborted=[trajectory])
+
+    def _on_StartWorker(self, action: actions.StartWorker) -> None:
+        self.incarnation += 1
+        incarnation = self.incarnation
+        if self.random.random() < 0.3:
+            event = events.WorkerLost(worker=action.worker, incarnation=0, reason="did not start")
+            self.pending.append(lambda: self.send(event))
+        else:
+            self.pending.append(lambda: self.join(action.worker, incarnation))
 
     def _on_StopWorker(self, action: actions.StopWorker) -> None:
         self.engine.pop(action.worker, None)

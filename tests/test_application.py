@@ -88,7 +88,7 @@ async def run(application: Application, when_started: Callable[[], None]) -> int
 
 def has_started(application: Application) -> bool:
     launcher = getattr(application, "_launcher", None)
-    return launcher is not None and 0 < len(application._expected) == len(launcher._children)
+    return launcher is not None and 0 < len(application._processes) == len(launcher._children)
 
 
 async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(

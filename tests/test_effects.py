@@ -68,6 +68,7 @@ class World:
             token="t", boot=1, run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=5.0
         )
         self.stopped: list[str] = []
+        self.restarted: list[str] = []
         self.alarms: list[tuple[str, str]] = []
         self.effects = Effects(
             runtime=self.runtime,
@@ -79,6 +80,7 @@ class World:
             keep_last=keep_last,
             sampler=sampler,
             stop_process=self.stopped.append,
+            start_process=self.restarted.append,
             alarm=lambda name, text: self.alarms.append((name, text)),
         )
         self.links: dict[str, Link] = {}

@@ -23,7 +23,7 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import plan, url_of
+from laminar.controller.plan import Process, plan, url_of
 from laminar.controller.rundir import RunDirectory, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Channel, Server
@@ -64,6 +64,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         repack_kv_share=config.repack.kv_share,
         repack_requests_max=config.repack.requests_max,
         await_publication_s=config.rollout.await_publication_s,
+        restarts_max=config.rollout.restarts,
         max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
         on_stale=config.buffer.on_stale,
         num_retries=config.rollout.num_retries,
@@ -98,7 +99,7 @@ class Application:
         self._began = time.monotonic()
         self._interrupts = 0
         self._joined: set[str] = set()
-        self._expected: dict[str, int] = {}
+        self._processes: dict[str, Process] = {}
         self._failures_told: set[str] = set()
 
     async def run(self) -> int:
@@ -165,6 +166,7 @@ class Application:
             keep_last=config.trainer.keep_last,
             sampler=self._sampler,
             stop_process=self._launcher.give_up,
+            start_process=lambda worker: self._runtime.own(self._start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
         )
         self._connect()
@@ -200,9 +202,18 @@ class Application:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         processes = plan(config, self._hosts, url, self._resume)
         self._display.say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
-        self._expected = {process.name: process.num_workers for process in processes}
+        self._processes = {process.name: process for process in processes}
         for process in processes:
             await self._launcher.start(process)
+
+    async def _start_again(self, worker: WorkerId) -> None:
+        process = self._processes.get(worker)
+        try:
+            if process is None:
+                raise StartError("it was not started by this controller")
+            await self._launcher.start(process)
+        except StartError as error:
+            self._post(events.WorkerLost(worker=worker, incarnation=0, reason=str(error)))
 
     # ---- while it runs -------------------------------------------------------------------------------------
 
@@ -232,7 +243,7 @@ class Application:
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 
     def _check_started(self) -> None:
-        missing = [name for name, count in self._expected.items() if not self._has_joined(name, count)]
+        missing = [name for name, p in self._processes.items() if not self._has_joined(name, p.num_workers)]
         if missing:
             lines = self._launcher.last_lines(missing[0])
             timeout_s = self._config.controller.start_timeout_s
@@ -342,7 +353,9 @@ class Application:
             for worker in self._server.workers(role):
                 self._server.send(worker, wire.Stop(reason="the run is over"))
         connected = {channel.worker for channel in self._server.channels()}
-        await self._launcher.stop({name for name in self._expected if _count(connected, name) >= self._expected[name]})
+        await self._launcher.stop(
+            {name for name, p in self._processes.items() if _count(connected, name) >= p.num_workers}
+        )
         await self._runtime.close()
         await self._server.close()
         self._leave_nothing()

@@ -56,11 +56,13 @@ class Effects:
         keep_last: int,
         sampler: Sampler | None,
         stop_process: Callable[[WorkerId], None],
+        start_process: Callable[[WorkerId], None],
         alarm: Callable[[str, str], None],
     ) -> None:
         self._runtime, self._server, self._log, self._tokens, self._prompts = runtime, server, log, tokens, prompts
         self._checkpoints, self._keep_last, self._sampler = checkpoints, keep_last, sampler
         self._stop_process, self._alarm = stop_process, alarm
+        self._start_process = start_process
         self._sampler_loaded = False
         self._table: dict[type, Callable[[Any], None]] = {
             actions.StartGroup: self._start_group,
@@ -74,6 +76,7 @@ class Effects:
             actions.RecordTrajectories: self._record,
             actions.ForgetTokens: lambda a: self._tokens.forget(a.trajectories),
             actions.StopWorker: self._stop_worker,
+            actions.StartWorker: lambda a: self._start_process(a.worker),
             actions.RaiseAlarm: self._raise_alarm,
         }
 

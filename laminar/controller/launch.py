@@ -44,7 +44,7 @@ class Launcher:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
-        self._given_up: set[str] = set()
+        self._given_up: set[asyncio.subprocess.Process] = set()
 
     @property
     def alive(self) -> list[str]:
@@ -77,7 +77,7 @@ class Launcher:
 
     async def _watch(self, name: str, child: asyncio.subprocess.Process) -> None:
         code = await child.wait()
-        if not self._stopping and name not in self._given_up:
+        if not self._stopping and child not in self._given_up:
             self._on_exit(name, code, self.last_lines(name))
 
     def log_path(self, name: str) -> Path:
@@ -98,7 +98,7 @@ class Launcher:
         """Kill the process of a worker (``trainer-0/1`` is one of ``trainer-0``'s) and what it started; its end is no news."""
         name, _, _ = name.partition("/")
         if name in self._children:
-            self._given_up.add(name)
+            self._given_up.add(self._children[name])
             _kill(self._processes(name))
 
     async def stop(self, asked: set[str]) -> None:

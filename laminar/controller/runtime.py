@@ -54,9 +54,9 @@ class Runtime:
 
     def start(self) -> None:
         """Begin to measure the loop's lag and to let durable-first actions through."""
-        self._own(self._measure_lag(), "lag")
+        self.own(self._measure_lag(), "lag")
 
-    def _own(self, coroutine: "asyncio._CoroutineLike[None]", name: str) -> None:
+    def own(self, coroutine: "asyncio._CoroutineLike[None]", name: str) -> None:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -134,7 +134,7 @@ class Runtime:
             self._waiting.append(action)
             if not self._releasing:
                 self._releasing = True
-                self._own(self._release_waiting(), "durable")
+                self.own(self._release_waiting(), "durable")
         else:
             self._execute(action)
 

@@ -9,6 +9,7 @@
 | PublishVersion | VersionReady, VersionLost or WorkerLost |
 | SaveCheckpoint | CheckpointSaved, CheckpointFailed or WorkerLost |
 | AskSampler | SamplerAnswered |
+| StartWorker | ReplicaJoined, or WorkerLost of incarnation 0 |
 
 The others are done when handed over. `cause` is the seq of the event that led to the action.
 """
@@ -138,6 +139,12 @@ class StopWorker(Action, frozen=True, kw_only=True):
     reason: str
 
 
+class StartWorker(Action, frozen=True, kw_only=True):
+    """Start the process of a lost worker again."""
+
+    worker: WorkerId
+
+
 class RaiseAlarm(Action, frozen=True, kw_only=True):
     """Tell people."""
 
@@ -154,5 +161,5 @@ class FinishRun(Action, frozen=True, kw_only=True):
 
 AnyAction = (
     StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | SaveCheckpoint
-    | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | RaiseAlarm | FinishRun
+    | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | FinishRun
 )  # fmt: skip

@@ -7,7 +7,20 @@ sample yield decisions that can be held (see `laminar.core.decisions`); the rest
 from collections.abc import Callable
 from typing import Any
 
-from laminar.core import bounds, choice, evaluation, events, fleet, groups, moves, snapshot, story, training, versions
+from laminar.core import (
+    bounds,
+    choice,
+    evaluation,
+    events,
+    fleet,
+    groups,
+    moves,
+    recovery,
+    snapshot,
+    story,
+    training,
+    versions,
+)
 from laminar.core.actions import AnyAction, StopWorker
 from laminar.core.decisions import (
     AnyDecision,
@@ -60,6 +73,7 @@ class Core:
         deadlines += state.silent.values()
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
+        deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
         if state.repack.next_at:
             deadlines.append(state.repack.next_at)
         return min(deadlines, default=None)
@@ -137,6 +151,10 @@ def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
         return  # they were told to stop
     if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
+    elif known < 0 and recovery.is_starting(turn, event.worker):
+        turn.state.fenced[event.worker] = max(event.incarnation, turn.state.fenced.get(event.worker, 0))
+        recovery.plan(turn, event.worker, event.reason)
+        fleet.fail_if_none_is_left(turn, event.worker, event.reason)
     elif known < 0 and turn.state.fenced.get(event.worker, -1) < event.incarnation:
         turn.fail(f"{event.worker} did not start: {event.reason}")
 
@@ -165,6 +183,7 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         state.dirty.update(dict.fromkeys(state.replicas))
     for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
         versions.lose(turn, record.version, "no word from the relay in time")
+    recovery.start_due(turn)
     if state.repack.next_at and state.repack.next_at <= turn.at:
         moves.trigger(turn)
 

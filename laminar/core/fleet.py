@@ -7,7 +7,7 @@ there is a newer version, it pulls that.
                   └── pull failed ──► what it was before
 """
 
-from laminar.core import bounds, groups, refresh, story, versions
+from laminar.core import bounds, groups, recovery, refresh, story, versions
 from laminar.core.actions import PullWeights, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -40,14 +40,21 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
     )
     state.silent.pop(event.worker, None)
     state.dirty[event.worker] = None
+    recovery.joined(turn, event.worker)
     turn.tell("joined", story.worker(event.worker))
 
 
 def lose(turn: Turn, replica: Replica, reason: str) -> None:
     """The replica leaves; its trajectories are queued again, its evaluation too. Without any replica the run fails."""
     _remove(turn, replica, reason)
-    if not turn.state.replicas:
-        turn.fail(f"no rollout replica is left; the last one, {replica.id}, was lost: {reason}")
+    recovery.plan(turn, replica.id, reason)
+    fail_if_none_is_left(turn, replica.id, reason)
+
+
+def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
+    """Without any replica, and without one that may come back, the run cannot go on."""
+    if not turn.state.replicas and not recovery.is_expected(turn):
+        turn.fail(f"no rollout replica is left; the last one, {last}, was lost: {reason}")
 
 
 def _remove(turn: Turn, replica: Replica, reason: str) -> None:

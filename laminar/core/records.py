@@ -190,6 +190,18 @@ class Trainer(msgspec.Struct, kw_only=True):
     num_failed_saves: int = 0
 
 
+class Restart(msgspec.Struct, kw_only=True):
+    """What was done to bring a lost replica back."""
+
+    num: int = 0
+    """How often it was started again."""
+    due_at: float = 0.0
+    """When it is to be started; 0 = not waiting."""
+    starting: bool = False
+    """It was started and has not joined."""
+    joined_at: float = 0.0
+
+
 class RepackRecord(msgspec.Struct, kw_only=True):
     """Repacking so far, and the last check's explanation."""
 
@@ -287,6 +299,7 @@ class State(msgspec.Struct, kw_only=True):
     replicas: dict[WorkerId, Replica] = {}
     fenced: dict[WorkerId, int] = {}
     """Highest incarnation that was declared lost."""
+    restarts: dict[WorkerId, Restart] = {}
     dirty: dict[WorkerId, None] = {}
     """Replicas that the passes look at."""
     silent: dict[WorkerId, float] = {}

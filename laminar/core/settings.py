@@ -44,6 +44,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """C_max as a share of a replica's KV capacity."""
     repack_requests_max: int = 0
     """B; 0 = as many as the replica decodes at once."""
+    restarts_max: int = 0
+    """How often a lost replica is started again before it is given up; 0 = never started again."""
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart; doubled with each."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0

@@ -110,7 +110,7 @@ def test_a_killed_replica_and_a_raising_sampler_cost_nothing_but_time(tmp_path: 
         run.kill_worker("laminar.workers.rollout", "rollout-1")
         assert run.wait() == 0, run.output
     assert ledger_is_closed(run.output)
-    assert run.until_said(r"^alarm: worker-lost: rollout-1 was given up: ended by signal 9")
+    assert run.until_said(r"^alarm: worker-lost: rollout-1 was lost: ended by signal 9")
     assert run.until_said(r"^alarm: sampler: .*Sampler.*raised ValueError: nothing to my taste")
     assert "rollout-1@" not in next(line for line in run.lines if line.startswith("step 40/40"))
     # Every trajectory is trained in one step, once, under one version; every step is full.

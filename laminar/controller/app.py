@@ -212,6 +212,7 @@ class Application:
             if process is None:
                 raise StartError("it was not started by this controller")
             await self._launcher.start(process)
+            self._display.say(f"{worker} is started again")
         except StartError as error:
             self._post(events.WorkerLost(worker=worker, incarnation=0, reason=str(error)))
 

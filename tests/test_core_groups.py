@@ -20,6 +20,20 @@ def dropped(driver: Driver) -> tuple[dict[str, int], dict[str, int]]:
     return books.trajectories.dropped, books.tokens.dropped
 
 
+def test_rewards_that_only_time_out_end_the_run_long_before_every_group_has_been_tried():
+    driver = Driver(settings(group_size=4, local_batch_groups=4, buffer_groups_max=8))
+    driver.start("r0")
+    here = driver.generating("r0")
+    driver.report("r0", {t: 2 for t in here}, finish=here)
+    hang = {"fail": {t: ("data", "reward_timeout") for t in here[:7]}}
+    driver.report("r0", **hang)
+    driver.report("r0", reward={here[7]: 1.0})
+    driver.report("r0", fail={t: ("data", "reward_timeout") for t in here[8:15]})
+    assert not driver.core.state.stopping, "one reward came in between"
+    driver.report("r0", fail={here[15]: ("data", "reward_timeout")})
+    assert "the reward function hangs" in driver.core.state.stopping
+
+
 def test_siblings_start_together_on_one_replica_under_one_version():
     driver = started(group_size=3)
     starts = driver.all(actions.StartGroup)

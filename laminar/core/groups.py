@@ -19,6 +19,10 @@ from laminar.ids import GroupId, TrajectoryId, derive_seed, make_id
 
 SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
 
+TIMEOUTS_IN_ROW_MAX = (
+    8  # each has been tried twice for `task.reward_timeout_s`; a hanging reward is no accident by then
+)
+
 OPEN_STATES = (TrajectoryState.QUEUED, TrajectoryState.GENERATING, TrajectoryState.REWARDING)
 
 
@@ -151,6 +155,7 @@ def _reward(turn: Turn, replica: Replica, rewarded: RewardedAttempt) -> None:
     if trajectory is None or trajectory.state != TrajectoryState.REWARDING:
         return
     del replica.attempts[trajectory.id]
+    turn.state.num_timeouts_in_row = 0
     trajectory.state = TrajectoryState.DONE
     trajectory.worker = None
     trajectory.reward, trajectory.reward_parts = rewarded.reward, rewarded.parts
@@ -167,6 +172,8 @@ def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
     if failed.kind == "infra" and trajectory.num_failures <= turn.settings.num_retries:
         queue_again(turn, trajectory, failed.reason)
         return
+    if failed.reason == "reward_timeout":
+        _count_timeout(turn)
     trajectory.state = TrajectoryState.FAILED
     trajectory.worker = None
     trajectory.failure = failed.reason
@@ -300,6 +307,15 @@ def _complete(turn: Turn, group: Group) -> None:
     turn.state.num_drops_in_row = 0
     turn.state.sampler_starved = False
     turn.tell(f"complete with {len(remaining)} siblings", story.group(group.id))
+
+
+def _count_timeout(turn: Turn) -> None:
+    """A reward that always hangs costs its time limit each time: say so early."""
+    turn.state.num_timeouts_in_row += 1
+    if turn.state.num_timeouts_in_row >= TIMEOUTS_IN_ROW_MAX:
+        turn.fail(
+            f"{turn.state.num_timeouts_in_row} rewards in a row timed out and none came: the reward function hangs"
+        )
 
 
 def _count_drop(turn: Turn, reason: str) -> None:

@@ -314,6 +314,8 @@ class State(msgspec.Struct, kw_only=True):
     repack: RepackRecord = msgspec.field(default_factory=RepackRecord)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     num_drops_in_row: int = 0
+    num_timeouts_in_row: int = 0
+    """Rewards that timed out since the last one that came."""
     sampler_state: bytes = b""
     sampler_request: SamplerRequest | None = None
     sampler_answer: list[GroupId] = []

@@ -8,13 +8,18 @@ Arrays travel as little-endian bytes (`pack_i64` …), so a frame of a replica c
 Nothing here is pickled.
 """
 
-from array import array
 from typing import Any, TypeVar
 
 import msgspec
 
 from laminar.errors import ProtocolError
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
+from laminar.packed import pack_f32 as pack_f32
+from laminar.packed import pack_i32 as pack_i32
+from laminar.packed import pack_i64 as pack_i64
+from laminar.packed import unpack_f32 as unpack_f32
+from laminar.packed import unpack_i32 as unpack_i32
+from laminar.packed import unpack_i64 as unpack_i64
 
 PROTOCOL = 1
 FRAME_BYTES_MAX = 64 << 20  # one flush of 256 trajectories x 2k tokens is ~5 MB; 64 MiB is clearly wrong
@@ -505,42 +510,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[Decoded], frame: bytes) -> Decoded:
         return decoder.decode(frame)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"malformed frame of {len(frame)} bytes: {error}") from error
-
-
-def pack_i64(values: list[int]) -> bytes:
-    """Little-endian int64 array (the machines Laminar runs on are little-endian)."""
-    return array("q", values).tobytes()
-
-
-def pack_i32(values: list[int]) -> bytes:
-    """Little-endian int32 array."""
-    return array("i", values).tobytes()
-
-
-def pack_f32(values: list[float]) -> bytes:
-    """Little-endian float32 array."""
-    return array("f", values).tobytes()
-
-
-def unpack_i64(data: bytes) -> list[int]:
-    """Inverse of `pack_i64`. Raises ProtocolError when the length does not fit."""
-    return _unpack("q", data)
-
-
-def unpack_i32(data: bytes) -> list[int]:
-    """Inverse of `pack_i32`. Raises ProtocolError when the length does not fit."""
-    return _unpack("i", data)
-
-
-def unpack_f32(data: bytes) -> list[float]:
-    """Inverse of `pack_f32`. Raises ProtocolError when the length does not fit."""
-    return _unpack("f", data)
-
-
-def _unpack(code: str, data: bytes) -> list[Any]:
-    values: array[Any] = array(code)
-    try:
-        values.frombytes(data)
-    except ValueError as error:
-        raise ProtocolError(f"packed array of {len(data)} bytes does not hold items of {values.itemsize}") from error
-    return values.tolist()

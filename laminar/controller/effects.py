@@ -31,14 +31,15 @@ logger = structlog.get_logger(__name__)
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Prompts:
+class Prompts(Protocol):
     """What the effects need of a data set (`laminar.tasks.datasets.PromptSet`)."""
 
     def prompt(self, index: int) -> wire.Prompt:
         """The prompt at a position, 0-based."""
-        raise KeyError(index)
 
-    held_out: list[wire.Prompt]
+    @property
+    def held_out(self) -> list[wire.Prompt]:
+        """Prompts for evaluations."""
 
 
 class Effects:

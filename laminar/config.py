@@ -292,6 +292,8 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
         (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
         (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
+        (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
+        (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,

@@ -114,7 +114,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     trajectory: TrajectoryId
     attempt: int
     kind: str
-    """``data``: recorded as that, never retried (``reward_error``, ``reward_nan``, ``prompt_too_long``). ``infra``: retried."""
+    """``data``: recorded as that, never retried (``reward_error``, ``reward_nan``, ``reward_timeout``, …). ``infra``: retried."""
     reason: str
     """A short snake_case name, counted under it."""
     detail: str = ""

@@ -187,6 +187,7 @@ class Application:
             events.WorkerReturned(worker=c.worker, incarnation=c.incarnation)
         )
         self._server.token_rows = self._tokens.rows
+        self._server.on_drain = lambda worker: self._post(events.DrainRequested(worker=worker))
         self._server.status = self._status
 
     async def _start(self) -> None:

@@ -69,6 +69,7 @@ class Server:
         self.on_message: Callable[[Channel, wire.Message], int] = lambda channel, message: 0
         self.on_broken: Callable[[Channel], None] = lambda channel: None
         self.on_returned: Callable[[Channel], None] = lambda channel: None
+        self.on_drain: Callable[[WorkerId], Any] = lambda worker: None
         self.status: Callable[[], dict[str, Any]] = dict
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
@@ -85,6 +86,7 @@ class Server:
         app.router.add_get("/v1/channel", self._channel)
         app.router.add_post("/v1/tokens", self._tokens)
         app.router.add_get("/v1/status", self._status)
+        app.router.add_post("/v1/drain/{worker}", self._drain)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -152,6 +154,15 @@ class Server:
             return web.json_response({"error": "the run's token is needed: Authorization: Bearer <token>"}, status=401)
         response: web.StreamResponse = await handler(request)
         return response
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """The operator's word: this replica finishes what it has and leaves."""
+        worker = WorkerId(request.match_info["worker"])
+        if worker not in self.workers("rollout"):
+            known = ", ".join(self.workers("rollout")) or "none"
+            return web.json_response({"error": f"there is no replica {worker!r}; there are: {known}"}, status=404)
+        self.on_drain(worker)
+        return web.json_response({"draining": worker})
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self.status())

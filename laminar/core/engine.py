@@ -248,6 +248,7 @@ def _settle(turn: Turn) -> None:
         progressed |= _run_pass(turn, "repack")
         progressed |= _run_pass(turn, "dispatch")
         progressed |= bounds.sweep(turn)
+        progressed |= fleet.release_drained(turn)
         choice.ask(turn)
         progressed |= _run_pass(turn, "sample")
         progressed |= training.start_leased(turn)
@@ -294,6 +295,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.VersionReady: versions.on_ready,
     events.VersionLost: versions.on_lost,
     events.SamplerAnswered: choice.on_answered,
+    events.DrainRequested: fleet.on_drain,
     events.HoldChanged: _on_hold,
     events.DecisionResolved: _on_resolved,
 }

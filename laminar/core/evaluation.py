@@ -40,6 +40,7 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
         if replica.state == ReplicaState.GENERATING
         and replica.version == evaluation.version
         and replica.id not in state.silent
+        and not replica.draining
     ]
     if not able:
         if not fleet.may_come_back(state, evaluation.version):

@@ -249,6 +249,12 @@ class SamplerAnswered(Event, frozen=True, kw_only=True):
     """The sampler's own state after the call, saved with the run."""
 
 
+class DrainRequested(Event, frozen=True, kw_only=True):
+    """An operator wants a replica out: it admits nothing more, finishes what it has, and leaves."""
+
+    worker: WorkerId
+
+
 class HoldChanged(Event, frozen=True, kw_only=True):
     """An operator holds a pass (``dispatch``, ``refresh``, ``sample``) or lets it go."""
 
@@ -271,5 +277,5 @@ AnyEvent = (
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed
     | RelayJoined | VersionReady | VersionLost
-    | SamplerAnswered | HoldChanged | DecisionResolved
+    | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved
 )  # fmt: skip

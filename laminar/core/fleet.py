@@ -8,9 +8,9 @@ there is a newer version, it pulls that.
 """
 
 from laminar.core import bounds, groups, recovery, refresh, story, versions
-from laminar.core.actions import PullWeights, StopWorker
+from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
-from laminar.core.events import ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
+from laminar.core.events import DrainRequested, ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
 from laminar.core.records import Group, Replica, ReplicaState, State, TrajectoryState
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, Version, WorkerId
@@ -74,6 +74,30 @@ def _remove(turn: Turn, replica: Replica, reason: str) -> None:
     turn.tell(f"lost: {reason}", story.worker(replica.id))
 
 
+def on_drain(turn: Turn, event: DrainRequested) -> None:
+    """The replica admits nothing more. The last one that admits is kept: without it the run could not go on."""
+    replica = turn.state.replicas.get(event.worker)
+    others = [r for r in turn.state.replicas.values() if not r.draining and r.id != event.worker]
+    if replica is None or not others:
+        why = "there is no such replica" if replica is None else "it is the last replica that admits groups"
+        turn.emit(RaiseAlarm(cause=turn.cause, name="drain-refused", text=f"{event.worker} is not drained: {why}"))
+        return
+    replica.draining = True
+    turn.state.dirty[replica.id] = None
+    turn.tell("is drained", story.worker(replica.id))
+
+
+def release_drained(turn: Turn) -> bool:
+    """Replicas that were to leave and have nothing left to do leave. True if there were any."""
+    changed = map(turn.state.replicas.__getitem__, turn.state.dirty)
+    done = [replica for replica in changed if replica.draining and not replica.attempts and not replica.incoming]
+    evaluating = [evaluation.worker for evaluation in turn.state.evaluations if not evaluation.done]
+    leaving = [replica for replica in done if replica.id not in evaluating]
+    for replica in leaving:
+        _remove(turn, replica, "drained")
+    return bool(leaving)
+
+
 def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     """The replica starts a local batch under its new version."""
     replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
@@ -120,7 +144,7 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
         return None
     for worker in turn.state.dirty:
         replica = turn.state.replicas[worker]
-        if replica.version != newest.version and _is_drained(turn, replica):
+        if replica.version != newest.version and not replica.draining and _is_drained(turn, replica):
             return RefreshReplica(worker=worker, version=newest.version)
     return None
 
@@ -177,7 +201,7 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
     size = turn.settings.group_size
     if replica.num_generating + size > max(replica.num_requests_max, size):
         return False  # the commonest reason comes first: this is asked of every dirty replica for every new group
-    if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent:
+    if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent or replica.draining:
         return False
     if replica.num_generating == 0 and versions.is_awaited(turn.state):
         return False

@@ -47,7 +47,7 @@ def check(turn: Turn) -> None:
 
 def _takes_part(turn: Turn, replica: Replica) -> bool:
     settled = replica.state == ReplicaState.GENERATING and replica.id not in turn.state.silent
-    return settled and replica.version is not None and not replica.leaving
+    return settled and replica.version is not None and not replica.leaving and not replica.draining
 
 
 def _load(turn: Turn, replica: Replica) -> repack.Load:

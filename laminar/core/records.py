@@ -120,6 +120,8 @@ class Replica(msgspec.Struct, kw_only=True):
     """Version being pulled while syncing."""
     deadline: float = 0.0
     """When the present state has lasted too long; 0 = never."""
+    draining: bool = False
+    """An operator wants it out: it finishes what it has and leaves."""
     num_failed_pulls: int = 0
     admit_left: int = 0
     """Groups that this local batch may still admit."""

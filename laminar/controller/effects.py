@@ -119,8 +119,9 @@ class Effects:
         self._server.send(action.worker, message)
 
     def _stop_worker(self, action: actions.StopWorker) -> None:
-        text = f"{action.worker} was lost: {action.reason}"
-        self._raise_alarm(actions.RaiseAlarm(cause=action.cause, name="worker-lost", text=text))
+        if action.lost:
+            text = f"{action.worker} was lost: {action.reason}"
+            self._raise_alarm(actions.RaiseAlarm(cause=action.cause, name="worker-lost", text=text))
         self._server.fence(action.worker, action.incarnation, action.reason)
         self._stop_process(action.worker)
 

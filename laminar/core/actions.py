@@ -137,6 +137,8 @@ class StopWorker(Action, frozen=True, kw_only=True):
     worker: WorkerId
     incarnation: int
     reason: str
+    lost: bool = True
+    """False: it leaves because an operator wanted it to."""
 
 
 class StartWorker(Action, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
         turn.fail(f"no rollout replica is left; the last one, {last}, was lost: {reason}")
 
 
-def _remove(turn: Turn, replica: Replica, reason: str) -> None:
+def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> None:
     state = turn.state
     groups.lose_attempts(turn, replica, "replica_lost")
     for trajectory_id in list(replica.incoming):
@@ -70,8 +70,10 @@ def _remove(turn: Turn, replica: Replica, reason: str) -> None:
         if evaluation.worker == replica.id and not evaluation.done:
             evaluation.worker = None
     state.dirty.update(dict.fromkeys(state.replicas))
-    turn.emit(StopWorker(cause=turn.cause, worker=replica.id, incarnation=replica.incarnation, reason=reason))
-    turn.tell(f"lost: {reason}", story.worker(replica.id))
+    turn.emit(
+        StopWorker(cause=turn.cause, worker=replica.id, incarnation=replica.incarnation, reason=reason, lost=lost)
+    )
+    turn.tell(f"{'lost' if lost else 'leaves'}: {reason}", story.worker(replica.id))
 
 
 def on_drain(turn: Turn, event: DrainRequested) -> None:
@@ -94,7 +96,7 @@ def release_drained(turn: Turn) -> bool:
     evaluating = [evaluation.worker for evaluation in turn.state.evaluations if not evaluation.done]
     leaving = [replica for replica in done if replica.id not in evaluating]
     for replica in leaving:
-        _remove(turn, replica, "drained")
+        _remove(turn, replica, "drained", lost=False)
     return bool(leaving)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 import sqlite3
+import sys
 from pathlib import Path
 
 from laminar.controller.rundir import complete_checkpoints
@@ -113,12 +114,18 @@ def _ledger_line(name: str, verb: str, account: Account) -> str:
 def _next_steps(run: Path, state: State) -> list[str]:
     path = shlex.quote(str(run))
     more = f" run.steps={2 * state.trainer.step}" if state.finished == "completed" else ""
-    resume = f"python -m laminar.controller --resume {path}{more}"
+    resume = f"{_python()} -m laminar.controller --resume {path}{more}"
     if not complete_checkpoints(run / "checkpoints"):
         resume = "not possible: the run ended before its first checkpoint"
     return [
         f"run directory      {run}",
         f"resume             {resume}",
-        f"look               python scripts/asynchrony.py {path}",
+        f"look               {_python()} scripts/asynchrony.py {path}",
         f"                   sqlite3 {path}/run.db 'SELECT step, value FROM metrics WHERE name = \"reward/mean\"'",
     ]
+
+
+def _python() -> str:
+    """This interpreter as it can be typed here."""
+    here = Path(sys.executable)
+    return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))

@@ -77,7 +77,9 @@ class World:
         return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
     async def rows(self, query: str) -> list[tuple]:
-        await asyncio.wait_for(self.log.when_durable(self.runtime.seq), 10)
+        """From the database, once everything written so far is there: an event after it is durable only with it."""
+        seq = self.runtime.post(events.TimerFired())
+        await asyncio.wait_for(self.log.when_durable(seq), 10)
         database = sqlite3.connect(self.directory / "run.db")
         try:
             return database.execute(query).fetchall()
@@ -169,10 +171,10 @@ async def test_the_answer_of_an_old_attempt_and_a_second_answer_are_not_written(
 async def test_the_file_and_the_database_hold_the_same_numbers(world: World) -> None:
     world.step_done(**{"reward/mean": 0.5})
     [line] = world.lines()
-    step, at = line.pop("step"), line.pop("at")
+    step, at, finished_at = line.pop("step"), line.pop("at"), world.core.state.at
     rows = await world.rows("SELECT step, name, value FROM metrics")
     assert (step, {row[0] for row in rows}) == (5, {5})
-    assert at == world.core.state.at
+    assert at == finished_at
     assert {name: value for _, name, value in rows} == line
     assert line["reward/mean"] == 0.5
 

@@ -90,7 +90,7 @@ class Driver:
     def restore_trainer(self, step: int, incarnation: int = 2) -> list[actions.AnyAction]:
         """The trainer dies and a new launch restores `step`.
 
-        Who restarts it is not the core's business yet: the loss ends the run, so the reason to stop is taken back here.
+        These settings restart no trainer: the loss ends the run, so the reason to stop is taken back here.
         """
         self.lost("trainer-0/0")
         self.core.state.stopping, self.core.state.finished, self.core.state.ok = "", "", True
@@ -206,6 +206,12 @@ class World(Driver):
         """Number of events after which the operator stops the run; 0 = never."""
         self.restore_each = 0
         """After so many events the core is replaced by one restored from its snapshot; 0 = never."""
+        self.disk_fills = False
+        """Nothing can be written now and then."""
+        self.launch = 1
+        """Incarnation of the trainer's present launch; what an older one had to say is never said."""
+        self.checkpoint = 0
+        """Newest complete checkpoint on disk."""
         self.operator = False
         """Somebody holds passes, and applies or skips what they decide."""
 
@@ -246,6 +252,8 @@ class World(Driver):
             return self._resolve()
         if not choices and self.core.state.skipped:
             return self.report(next(iter(self.core.state.replicas)))
+        if not choices and self.core.state.storage_failure:
+            return self.send(events.StorageRecovered())
         if not choices:
             assert deadline is not None, f"nothing can happen any more: {self.core.state}"
             return self.send(events.TimerFired(), after=max(0.0, deadline - self.at))
@@ -278,6 +286,12 @@ class World(Driver):
         state = self.core.state
         name = self.random.choice(list(state.replicas))
         kind = self.random.randrange(3)
+        if self.core.settings.trainer_restarts_max and state.trainer.ready and self.random.random() < 0.1:
+            return self._lose_trainer()
+        if self.disk_fills and self.random.random() < 0.2:
+            return self.send(
+                events.StorageRecovered() if state.storage_failure else events.StorageFailed(reason="full")
+            )
         replica = state.replicas[name]
         if kind == 0 and len(state.replicas) > 1:
             out = self.send(events.WorkerLost(worker=name, incarnation=replica.incarnation, reason="killed"))
@@ -292,6 +306,33 @@ class World(Driver):
             self.pending.append(lambda: self.send(events.WorkerReturned(worker=name, incarnation=replica.incarnation)))
             return out
         return self.send(events.TimerFired())
+
+    def _lose_trainer(self) -> list[actions.AnyAction]:
+        trainer, launch = self.core.state.trainer, self.launch
+        self.launch += 1
+        if trainer.saving >= 0 and self.random.random() < 0.5:
+            self.checkpoint = trainer.saving  # complete, but nobody heard of it
+        return self.send(events.WorkerLost(worker=WorkerId("trainer-0/0"), incarnation=launch, reason="killed"))
+
+    def _of_launch(self, event: events.AnyEvent) -> None:
+        """The present launch will say so, if it lives."""
+        launch = self.launch
+
+        def say() -> list[actions.AnyAction]:
+            if launch != self.launch:
+                return []
+            if isinstance(event, events.CheckpointSaved):
+                self.checkpoint = event.step
+            return self.send(event)
+
+        self.pending.append(say)
+
+    def _start_trainer(self, launch: WorkerId) -> None:
+        if self.random.random() < 0.3:
+            event = events.WorkerLost(worker=launch, incarnation=0, reason="did not start")
+            self.pending.append(lambda: self.send(event))
+        else:
+            self.pending.append(lambda: self.rank(incarnation=self.launch, step=self.checkpoint))
 
     def _operate(self) -> list[actions.AnyAction]:
         name = self.random.choice(["refresh", "dispatch", "repack", "sample"])
@@ -309,6 +350,8 @@ class World(Driver):
                 answer(action)
 
     def _on_PublishVersion(self, action: actions.PublishVersion) -> None:
+        if self.core.settings.trainer_restarts_max:
+            self._of_launch(events.ShardsWritten(version=action.version, stall_s=0.1))
         lost = self.random.random() < self.faults
         event = (
             events.VersionLost(version=action.version, reason="test")
@@ -341,6 +384,9 @@ class World(Driver):
         return self.report(worker, {trajectory: more}, aborted=[trajectory])
 
     def _on_StartWorker(self, action: actions.StartWorker) -> None:
+        if action.worker == "trainer-0":
+            self._start_trainer(action.worker)
+            return
         self.incarnation += 1
         incarnation = self.incarnation
         if self.random.random() < 0.3:
@@ -364,14 +410,19 @@ class World(Driver):
         )
 
     def _on_StartTrainStep(self, action: actions.StartTrainStep) -> None:
-        self.trained.append((action.step, tuple(row.trajectory for row in action.rows)))
-        self.pending.append(lambda: self.send(events.StepFinished(step=action.step, attempt=action.attempt)))
+        rows = tuple(row.trajectory for row in action.rows)
+        if action.attempt > 1:
+            undone = [trained for trained in self.trained if trained[0] == action.step]
+            assert [(action.step, rows)] == undone, "a step is redone from other groups"
+        else:
+            self.trained.append((action.step, rows))
+        self._of_launch(events.StepFinished(step=action.step, attempt=action.attempt))
 
     def _on_SaveCheckpoint(self, action: actions.SaveCheckpoint) -> None:
         event = events.CheckpointSaved(step=action.step)
         if self.random.random() < self.faults / 2:
             event = events.CheckpointFailed(step=action.step, reason="test")
-        self.pending.append(lambda: self.send(event))
+        self._of_launch(event)
 
     def _on_RunEvaluation(self, action: actions.RunEvaluation) -> None:
         if self.random.random() < self.faults:

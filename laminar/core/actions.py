@@ -9,7 +9,7 @@
 | PublishVersion | VersionReady, VersionLost or WorkerLost |
 | SaveCheckpoint | CheckpointSaved, CheckpointFailed or WorkerLost |
 | AskSampler | SamplerAnswered |
-| StartWorker | ReplicaJoined, or WorkerLost of incarnation 0 |
+| StartWorker | ReplicaJoined, TrainerRankReady of all ranks, or WorkerLost of what did not come up |
 
 The others are done when handed over. `cause` is the seq of the event that led to the action.
 """
@@ -142,7 +142,7 @@ class StopWorker(Action, frozen=True, kw_only=True):
 
 
 class StartWorker(Action, frozen=True, kw_only=True):
-    """Start the process of a lost worker again."""
+    """Start the process of a lost worker again; a trainer's launch (``trainer-0``) from its newest complete checkpoint."""
 
     worker: WorkerId
 

@@ -4,7 +4,8 @@
 * `wait`: groups are trained in order of age, no train step starts that would push a live group past the bound, and no group begins
   that could not be trained in time. Earliest deadline first with an admission test: the bound holds, nothing waits for ever.
 
-A *live* group is in flight or buffered. `chances` is the number of train steps in which it can still be trained.
+A *live* group is in flight or buffered. `chances` is the number of train steps in which it can still be trained. A restore of the
+trainer ages everything that was generated since its checkpoint: then `wait` drops, too, what can no longer be trained in time.
 """
 
 from laminar.core import groups, versions
@@ -25,10 +26,15 @@ def staleness(turn: Turn, group: Group) -> int:
 
 
 def chances(turn: Turn, version_staleness: int) -> int:
-    """Train steps that may still take a group which is so many steps behind now; the one that runs took its batch already."""
+    """Train steps that may still take a group which is so many steps behind now; those not done have their batches already."""
     bound = turn.settings.max_staleness
     assert bound is not None
-    return bound - (version_staleness + (turn.state.trainer.running > 0)) + 1
+    return bound - (version_staleness + _num_leased(turn)) + 1
+
+
+def _num_leased(turn: Turn) -> int:
+    """Steps that have their batch and are not done: the one that runs, and those to be redone after a restore."""
+    return sum(not step.done for step in turn.state.steps.values())
 
 
 def admits(turn: Turn, version: Version) -> bool:
@@ -67,12 +73,30 @@ def refusal(turn: Turn, chosen: list[GroupId]) -> str:
     return ""
 
 
+def _too_late(turn: Turn) -> list[Group]:
+    """`wait`: groups for which no step is left, the complete ones being served first."""
+    live = [group for group in turn.state.groups.values() if group.state != GroupState.LEASED]
+    ages = {group.id: staleness(turn, group) for group in live}
+    live.sort(key=lambda group: (-ages[group.id], group.state != GroupState.BUFFERED))
+    in_time, late = 0, []
+    for group in live:
+        if in_time < turn.settings.batch_groups * chances(turn, ages[group.id]):
+            in_time += 1
+        else:
+            late.append(group)
+    return late
+
+
 def sweep(turn: Turn) -> bool:
-    """`drop`: complete groups beyond the bound leave the buffer. True if there were any."""
+    """What can no longer be trained in time leaves. True if there was anything."""
     bound = turn.settings.max_staleness
-    if bound is None or turn.settings.on_stale != "drop":
+    if bound is None:
         return False
-    old = [group for group in map(turn.state.groups.__getitem__, turn.state.buffer) if staleness(turn, group) > bound]
+    if turn.settings.on_stale == "drop":
+        buffered = map(turn.state.groups.__getitem__, turn.state.buffer)
+        old = [group for group in buffered if staleness(turn, group) > bound]
+    else:
+        old = _too_late(turn) if turn.state.branches and turn.state.trainer.ready and not _num_leased(turn) else []
     for group in old:
         groups.drop_group(turn, group, "stale")
     if old:

@@ -17,6 +17,7 @@ from laminar.core import (
     moves,
     recovery,
     snapshot,
+    storage,
     story,
     training,
     versions,
@@ -35,6 +36,7 @@ from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
 from laminar.core.turn import Turn
+from laminar.ids import WorkerId
 
 DECISIONS_MAX = 1_000_000  # per event; a pass that never stops proposing is a bug, not a busy run
 
@@ -147,14 +149,13 @@ def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
 
 def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
     known = _incarnation(turn.state, event.worker)
-    if turn.state.finished:
+    if turn.state.finished or (known < 0 and recovery.is_waiting(turn, training.launch_of(event.worker))):
         return  # they were told to stop
     if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
-    elif known < 0 and recovery.is_starting(turn, event.worker):
+    elif known < 0 and (role := recovery.role_starting(turn, training.launch_of(event.worker))):
         turn.state.fenced[event.worker] = max(event.incarnation, turn.state.fenced.get(event.worker, 0))
-        recovery.plan(turn, event.worker, event.reason)
-        fleet.fail_if_none_is_left(turn, event.worker, event.reason)
+        _lose_starting(turn, event.worker, event.reason, role)
     elif known < 0 and turn.state.fenced.get(event.worker, -1) < event.incarnation:
         turn.fail(f"{event.worker} did not start: {event.reason}")
 
@@ -170,6 +171,15 @@ def _lose(turn: Turn, worker: Any, reason: str) -> None:
         state.relay = None
         state.fenced[worker] = state.relay_incarnation
         turn.fail(f"the relay {worker} was lost: {reason}")
+
+
+def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Role) -> None:
+    """It was started again and ended before it joined."""
+    if role == "trainer":
+        training.lose(turn, worker, reason)
+        return
+    recovery.plan(turn, worker, reason)
+    fleet.fail_if_none_is_left(turn, worker, reason)
 
 
 def _on_timer(turn: Turn, event: events.TimerFired) -> None:
@@ -276,6 +286,8 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.TimerFired: _on_timer,
     events.StopRequested: _on_stop,
     events.FailureReported: _on_failure,
+    events.StorageFailed: storage.on_failed,
+    events.StorageRecovered: storage.on_recovered,
     events.ReplicaJoined: fleet.on_joined,
     events.WorkerDisconnected: _on_disconnected,
     events.WorkerReturned: _on_returned,

@@ -18,7 +18,8 @@ def plan(turn: Turn) -> None:
     names = {evaluation.name for evaluation in state.evaluations}
     if "before" not in names:
         _add(turn, "before")
-    if "after" not in names and newest.version.step >= turn.settings.steps:
+    is_undone = newest.version.branch != turn.trainer_version.branch
+    if "after" not in names and newest.version.step >= turn.settings.steps and not is_undone:
         _add(turn, "after")
     for evaluation in state.evaluations:
         if evaluation.worker is None and not evaluation.done:
@@ -79,6 +80,14 @@ def on_failed(turn: Turn, event: EvaluationFailed) -> None:
             evaluation.num_failures += 1
             evaluation.done = evaluation.num_failures >= FAILURES_MAX
             _release(turn, evaluation)
+
+
+def supersede(turn: Turn, restored: int) -> None:
+    """The trainer went back to step `restored`: what was measured of later weights says nothing of the run's own."""
+    for evaluation in turn.state.evaluations:
+        if evaluation.name == "after" and evaluation.version is not None and evaluation.version.step > restored:
+            evaluation.name = "superseded"
+            evaluation.done = evaluation.done or evaluation.worker is None
 
 
 def _release(turn: Turn, evaluation: Evaluation) -> None:

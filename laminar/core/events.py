@@ -37,6 +37,16 @@ class FailureReported(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class StorageFailed(Event, frozen=True, kw_only=True):
+    """Nothing can be written any more: the disk is full, or the log refuses. What goes on anyway is kept in memory."""
+
+    reason: str
+
+
+class StorageRecovered(Event, frozen=True, kw_only=True):
+    """Everything that was to be written has been."""
+
+
 # ---- workers -----------------------------------------------------------------------------------------------
 
 
@@ -272,7 +282,7 @@ class DecisionResolved(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | TimerFired | StopRequested | FailureReported
+    RunStarted | TimerFired | StopRequested | FailureReported | StorageFailed | StorageRecovered
     | ReplicaJoined | WorkerDisconnected | WorkerReturned | WorkerLost
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed

@@ -53,7 +53,7 @@ def lose(turn: Turn, replica: Replica, reason: str) -> None:
 
 def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
     """Without any replica, and without one that may come back, the run cannot go on."""
-    if not turn.state.replicas and not recovery.is_expected(turn):
+    if not turn.state.replicas and not recovery.is_expected(turn, "rollout"):
         turn.fail(f"no rollout replica is left; the last one, {last}, was lost: {reason}")
 
 
@@ -183,7 +183,7 @@ def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
     queued = _propose_queued(turn)
     if queued is not None:
         return queued
-    if not (turn.state.dirty and gate_is_open(turn)):
+    if turn.state.storage_failure or not (turn.state.dirty and gate_is_open(turn)):
         return None
     ready = [replica for replica in map(turn.state.replicas.__getitem__, turn.state.dirty) if _may_admit(turn, replica)]
     if not ready:
@@ -272,7 +272,7 @@ def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     if replica is None or turn.state.stopping or not _can_generate(turn, replica):
         return
     if isinstance(decision, DispatchNew):
-        if not (gate_is_open(turn) and _may_admit(turn, replica)):
+        if turn.state.storage_failure or not (gate_is_open(turn) and _may_admit(turn, replica)):
             return
         refresh.admit(turn, replica)
         group = groups.open_group(turn)

@@ -8,6 +8,7 @@ Trajectory states (`core/groups.py` has the transitions):
 """
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -149,6 +150,10 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     """Why it will never be readable; empty = it may."""
     num_tries: int = 0
     """How often the trainer was asked to publish it."""
+    written: bool = False
+    """The trainer has handed over all of it."""
+    void: bool = False
+    """The trainer died while it handed it over: it will never be complete."""
     deadline: float = 0.0
     """When the publication has lasted too long; 0 = none is under way."""
     awaited_until: float = 0.0
@@ -175,6 +180,8 @@ class Step(msgspec.Struct, kw_only=True):
 class Trainer(msgspec.Struct, kw_only=True):
     """The trainer as the core sees it. Commands are executed in the order sent."""
 
+    launch: WorkerId | None = None
+    """What the ranks belong to: ``trainer-0`` of ``trainer-0/1``."""
     ranks: dict[WorkerId, int] = {}
     """Ready ranks of the present launch: worker -> incarnation."""
     world_size: int = 0
@@ -193,8 +200,9 @@ class Trainer(msgspec.Struct, kw_only=True):
 
 
 class Restart(msgspec.Struct, kw_only=True):
-    """What was done to bring a lost replica back."""
+    """What was done to bring a lost replica or trainer back."""
 
+    role: Literal["rollout", "trainer"] = "rollout"
     num: int = 0
     """How often it was started again."""
     due_at: float = 0.0
@@ -229,7 +237,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
     id: int
     name: str
-    """``before`` or ``after``."""
+    """``before`` or ``after``; ``superseded`` = of weights that a restore of the trainer has undone."""
     version: Version | None = None
     worker: WorkerId | None = None
     done: bool = False
@@ -315,6 +323,8 @@ class State(msgspec.Struct, kw_only=True):
     evaluations: list[Evaluation] = []
     repack: RepackRecord = msgspec.field(default_factory=RepackRecord)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
+    storage_failure: str = ""
+    """Why nothing can be written; empty = the disk works."""
     num_drops_in_row: int = 0
     num_timeouts_in_row: int = 0
     """Rewards that timed out since the last one that came."""

@@ -1,10 +1,12 @@
-"""Starting lost replicas again: in place, a bounded number of times, with growing pauses; then they are evicted.
+"""Starting lost workers again: in place, a bounded number of times, with growing pauses; then they are given up.
 
     lost ──► waiting (backoff · 2^n) ──► starting ──► joined
-                                            └─ ended before it joined ──► waiting … ──► evicted after `restarts_max`
+                                            └─ ended before it joined ──► waiting … ──► given up after `restarts_max`
 
-A replica that lived for RESET_S before it was lost has its earlier restarts forgiven.
+A replica that lived for RESET_S before it was lost has its earlier restarts forgiven; a trainer, with its next checkpoint.
 """
+
+from typing import Literal
 
 from laminar.core import story
 from laminar.core.actions import RaiseAlarm, StartWorker
@@ -12,26 +14,29 @@ from laminar.core.records import Restart
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
 
+Role = Literal["rollout", "trainer"]
 RESET_S = 600.0  # crashes ten minutes apart are accidents, not a loop
 
 
-def plan(turn: Turn, worker: WorkerId, reason: str) -> None:
-    """The worker is gone: start it again after a pause, unless that has been tried too often."""
+def plan(turn: Turn, worker: WorkerId, reason: str, role: Role = "rollout") -> bool:
+    """The worker is gone: start it again after a pause, unless that has been tried too often. Whether it will be."""
     state, settings = turn.state, turn.settings
-    if not settings.restarts_max or state.stopping:
-        return
-    record = state.restarts.setdefault(worker, Restart())
-    if record.joined_at and turn.at - record.joined_at > RESET_S:
+    restarts_max = settings.restarts_max if role == "rollout" else settings.trainer_restarts_max
+    if not restarts_max or state.stopping:
+        return False
+    record = state.restarts.setdefault(worker, Restart(role=role))
+    if role == "rollout" and record.joined_at and turn.at - record.joined_at > RESET_S:
         record.num = 0
     record.starting, record.joined_at = False, 0.0
-    if record.num >= settings.restarts_max:
+    if record.num >= restarts_max:
         record.due_at = 0.0
         text = f"{worker} was started again {record.num} times and is given up; the last time: {reason}"
         turn.emit(RaiseAlarm(cause=turn.cause, name="worker-evicted", text=text))
-        return
+        return False
     record.due_at = turn.at + settings.restart_backoff_s * 2**record.num
     record.num += 1
     turn.tell(f"will be started again at {record.due_at:.1f}, time {record.num}", story.worker(worker))
+    return True
 
 
 def start_due(turn: Turn) -> None:
@@ -50,12 +55,25 @@ def joined(turn: Turn, worker: WorkerId) -> None:
         record.due_at, record.starting, record.joined_at = 0.0, False, turn.at
 
 
-def is_starting(turn: Turn, worker: WorkerId) -> bool:
-    """Whether its end before it joined is the end of a restart."""
+def forgive(turn: Turn, worker: WorkerId | None) -> None:
+    """It has got somewhere: earlier restarts no longer count."""
+    record = turn.state.restarts.get(worker) if worker else None
+    if record is not None:
+        record.num = 0
+
+
+def role_starting(turn: Turn, worker: WorkerId) -> Role | None:
+    """What the worker is, if its end before it joined is the end of a restart."""
     record = turn.state.restarts.get(worker)
-    return record is not None and record.starting
+    return record.role if record is not None and record.starting else None
 
 
-def is_expected(turn: Turn) -> bool:
-    """Whether some lost replica may come back."""
-    return any(record.due_at or record.starting for record in turn.state.restarts.values())
+def is_waiting(turn: Turn, worker: WorkerId) -> bool:
+    """Whether it will be started again, but has not been: what is heard of it is of a process given up."""
+    record = turn.state.restarts.get(worker)
+    return record is not None and record.due_at > 0
+
+
+def is_expected(turn: Turn, role: Role) -> bool:
+    """Whether some lost worker of this role may come back."""
+    return any(record.due_at or record.starting for record in turn.state.restarts.values() if record.role == role)

@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How often a lost replica is started again before it is given up; 0 = never started again."""
     restart_backoff_s: float = 1.0
     """Pause before the first restart; doubled with each."""
+    trainer_restarts_max: int = 0
+    """How often a lost trainer is started again without a checkpoint in between before the run fails; 0 = never."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0

@@ -5,9 +5,10 @@
 Invariants:
 * A batch is leased to exactly one step and leaves the state only when a checkpoint commits it.
 * After a restore the steps since the checkpoint are redone from the same groups in the same order (attempt + 1).
+* A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, fleet, ledger, story, versions
+from laminar.core import bounds, evaluation, fleet, ledger, recovery, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -31,7 +32,8 @@ SAVE_TRIES_MAX = 3  # a disk that refused three checkpoints needs a person
 def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
     """When all ranks of a launch are there, the trainer is ready; a restore starts a new branch."""
     trainer = turn.state.trainer
-    if turn.state.fenced.get(event.worker, 0) >= event.incarnation:
+    is_old = turn.state.fenced.get(event.worker, 0) >= event.incarnation
+    if is_old or recovery.is_waiting(turn, launch_of(event.worker)):
         reason = "this launch of the trainer was given up"
         turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
         return
@@ -39,6 +41,7 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
         lose(turn, event.worker, "replaced by a new process")
     if trainer.ready:
         return
+    trainer.launch = launch_of(event.worker)
     trainer.ranks[event.worker] = event.incarnation
     trainer.world_size = event.world_size
     if len(trainer.ranks) < trainer.world_size:
@@ -46,7 +49,9 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
     if event.step < trainer.checkpoint:
         turn.fail(f"the trainer restored step {event.step}, but step {trainer.checkpoint} is already committed")
         return
+    recovery.joined(turn, trainer.launch)
     trainer.ready, trainer.running, trainer.saving = True, 0, -1
+    evaluation.supersede(turn, event.step)
     _begin_branch(turn, event.step)
     for step in turn.state.steps.values():
         if step.step > event.step:
@@ -66,20 +71,32 @@ def _begin_branch(turn: Turn, step: int) -> None:
         trainer.checkpoint = step
 
 
+def launch_of(rank: WorkerId) -> WorkerId:
+    """What is started as a whole: ``trainer-0`` of ``trainer-0/1``; a replica is its own."""
+    return WorkerId(rank.partition("/")[0])
+
+
 def lose(turn: Turn, worker: WorkerId, reason: str) -> None:
     """A rank is gone, so the trainer is: its leases stay, its unsaved steps are to be redone by the next launch."""
-    _abandon(turn)
     turn.tell(f"trainer lost: {worker}: {reason}", story.step(turn.state.trainer.step + 1))
-    turn.fail(f"the trainer was lost ({worker}: {reason})")
+    _abandon(turn, f"the trainer was lost ({worker}: {reason})")
 
 
-def _abandon(turn: Turn) -> None:
-    """Expect nothing more of this launch; the next one has to bring all its ranks."""
+def _abandon(turn: Turn, why: str) -> None:
+    """Expect nothing more of this launch; the next one has to bring all its ranks. Without a next one the run has failed."""
     trainer = turn.state.trainer
     for rank, incarnation in trainer.ranks.items():
         turn.state.fenced[rank] = max(turn.state.fenced.get(rank, 0), incarnation)
         turn.state.silent.pop(rank, None)
-    trainer.ranks, trainer.ready, trainer.running, trainer.saving = {}, False, 0, -1
+    ranks, trainer.ranks, trainer.ready, trainer.running, trainer.saving = trainer.ranks, {}, False, 0, -1
+    versions.abandon(turn, why)
+    assert trainer.launch is not None
+    if not recovery.plan(turn, trainer.launch, why, "trainer"):
+        turn.fail(why)
+        return
+    turn.emit(RaiseAlarm(cause=turn.cause, name="trainer-lost", text=f"{why}; it is started again from its checkpoint"))
+    for rank, incarnation in ranks.items():
+        turn.emit(StopWorker(cause=turn.cause, worker=rank, incarnation=incarnation, reason=why, lost=False))
 
 
 # ---- steps -------------------------------------------------------------------------------------------------
@@ -88,7 +105,7 @@ def _abandon(turn: Turn) -> None:
 def can_take_batch(turn: Turn) -> bool:
     """Whether the trainer waits for a batch that has not been leased yet."""
     state, trainer = turn.state, turn.state.trainer
-    idle = trainer.ready and not trainer.running and not state.stopping
+    idle = trainer.ready and not trainer.running and not state.stopping and not state.storage_failure
     return idle and trainer.step < turn.settings.steps and trainer.step + 1 not in state.steps
 
 
@@ -136,7 +153,9 @@ def start_leased(turn: Turn) -> bool:
     """Start the next leased step that is not done: a new one, or one to be redone after a restore."""
     trainer = turn.state.trainer
     step = turn.state.steps.get(trainer.step + 1)
-    if step is None or step.done or not trainer.ready or trainer.running or turn.state.stopping:
+    if step is None or step.done or not trainer.ready or trainer.running:
+        return False
+    if turn.state.stopping or turn.state.storage_failure:
         return False
     trainer.running = step.step
     rows = [_row(trajectory) for trajectory in _members(turn, step.groups)]
@@ -172,28 +191,34 @@ def on_step_finished(turn: Turn, event: StepFinished) -> None:
     versions.made(turn)
     every = turn.settings.checkpoint_every
     if every and event.step % every == 0:
-        save(turn)
+        save(turn)  # while the disk is full: `save_overdue` catches up
 
 
 def on_step_failed(turn: Turn, event: StepFailed) -> None:
     """The ranks may differ now: only a restart from the checkpoint helps."""
     step = turn.state.steps.get(event.step)
     if step is not None and turn.state.trainer.running == event.step and step.attempt == event.attempt:
-        _abandon(turn)
-        turn.fail(f"train step {event.step} failed: {event.reason}")
+        _abandon(turn, f"train step {event.step} failed: {event.reason}")
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
 def save(turn: Turn) -> None:
-    """Save the trainer as it is now, unless that is done or under way."""
+    """Save the trainer as it is now, unless that is done or under way, or the disk takes nothing."""
     trainer = turn.state.trainer
-    if trainer.saving >= 0 or trainer.checkpoint >= trainer.step:
+    if trainer.saving >= 0 or trainer.checkpoint >= trainer.step or turn.state.storage_failure:
         return
     trainer.saving = trainer.step
     turn.emit(SaveCheckpoint(cause=turn.cause, step=trainer.step, data_state=data_state(turn.state, trainer.step)))
     turn.tell("checkpoint started", story.step(trainer.step))
+
+
+def save_overdue(turn: Turn) -> None:
+    """The disk takes writes again: save what became due meanwhile, before the next step begins."""
+    trainer, every = turn.state.trainer, turn.settings.checkpoint_every
+    if trainer.ready and not trainer.running and every and trainer.step // every * every > trainer.checkpoint:
+        save(turn)
 
 
 def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
@@ -203,6 +228,7 @@ def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
         return
     trainer.saving, trainer.num_failed_saves = -1, 0
     trainer.checkpoint = max(trainer.checkpoint, event.step)
+    recovery.forgive(turn, trainer.launch)
     for number in [step for step in state.steps if step <= event.step]:
         step = state.steps.pop(number)
         members = _members(turn, step.groups)
@@ -221,7 +247,7 @@ def on_checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     if trainer.saving != event.step:
         return
     trainer.saving = -1
-    trainer.num_failed_saves += 1
+    trainer.num_failed_saves += not turn.state.storage_failure  # what is wrong is known, and waited for
     text = f"the checkpoint of step {event.step} failed: {event.reason}"
     turn.emit(RaiseAlarm(cause=turn.cause, name="checkpoint-failed", text=text))
     turn.tell(text, story.step(event.step))

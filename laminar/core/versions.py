@@ -72,20 +72,33 @@ def is_awaited(state: State) -> bool:
 
 
 def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
-    """Only told: the relay's word decides."""
+    """The trainer may die now; whether the version can be read is the relay's word."""
+    record = find(turn.state, event.version)
+    if record is not None:
+        record.written = True
     turn.tell(f"shards written, the trainer waited {event.stall_s:.3f} s", story.version(event.version))
 
 
 def on_ready(turn: Turn, event: VersionReady) -> None:
     """From now on replicas may pull it."""
     record = find(turn.state, event.version)
-    if record is None or record.ready:
+    if record is None or record.ready or record.void:
         return
     record.ready, record.lost, record.deadline, record.awaited_until = True, "", 0.0, 0.0
     record.digest = event.digest
     record.published_at = turn.at
     turn.tell(f"published, {event.num_bytes} bytes, digest {event.digest}", story.version(event.version))
     turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+
+
+def abandon(turn: Turn, reason: str) -> None:
+    """The trainer is gone: what it was handing over will never be complete. What the relay has whole may still become ready."""
+    for record in turn.state.versions[-1:]:
+        if record.ready or record.written or record.lost:
+            continue
+        record.void, record.lost, record.deadline, record.awaited_until = True, reason, 0.0, 0.0
+        turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+        turn.tell(f"lost with the trainer: {reason}", story.version(record.version))
 
 
 def on_lost(turn: Turn, event: VersionLost) -> None:

@@ -1,0 +1,24 @@
+"""When the disk is full or the log cannot be written: no new group, no train step and no checkpoint begins, and people are told.
+
+What generates goes on (its tokens wait in memory), retries and moves go on; a step that runs ends. Nothing is lost.
+"""
+
+from laminar.core import training
+from laminar.core.actions import RaiseAlarm
+from laminar.core.events import StorageFailed, StorageRecovered
+from laminar.core.turn import Turn
+
+
+def on_failed(turn: Turn, event: StorageFailed) -> None:
+    """Begin nothing new; say so once."""
+    if not turn.state.storage_failure:
+        text = f"nothing can be written: {event.reason}; no group, step or checkpoint begins until that is cleared"
+        turn.emit(RaiseAlarm(cause=turn.cause, name="storage-failed", text=text))
+    turn.state.storage_failure = event.reason
+
+
+def on_recovered(turn: Turn, event: StorageRecovered) -> None:
+    """Go on where everything stopped."""
+    turn.state.storage_failure = ""
+    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+    training.save_overdue(turn)

@@ -1,5 +1,9 @@
 """The repack planner against its page, docs/policies/repack.md."""
 
+import random
+
+import naive_repack
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,3 +105,43 @@ def test_a_replica_is_released_whenever_two_candidates_fit_together(fleet: list[
     result = plan(fleet)
     assert bool(result.moves) == fitting
     assert set(result.reasons) == {entry.worker for entry in fleet}
+
+
+mixed_fleets = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.integers(0, 9),
+        st.sampled_from([30, 1_000]),
+        st.integers(0, 1),
+        st.sampled_from([60, 61, 100]),
+        st.sampled_from([1, 7, 8, 9]),
+    ),
+    max_size=24,
+).map(
+    lambda rows: [load(f"r{i}", u, n, previous=p, step=s, kv_max=c, b=b) for i, (u, n, p, s, c, b) in enumerate(rows)]
+)
+
+
+def is_best_fit(fleet: list[Load]) -> bool:
+    """Moves, reasons and their order."""
+    expected, result = naive_repack.plan(fleet), plan(fleet)
+    return result == expected and list(result.reasons) == list(expected.reasons)
+
+
+@settings(max_examples=500)
+@given(mixed_fleets)
+def test_the_plan_is_best_fit_to_the_letter_also_with_ties_and_unlike_replicas(fleet: list[Load]) -> None:
+    assert is_best_fit(fleet)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_plan_is_best_fit_to_the_letter_in_large_fleets(seed: int) -> None:
+    draw = random.Random(seed)
+    b = draw.choice([2, 16, 221, 256])
+    kv_max = draw.choice([500, 20_000])
+    fleet = [
+        load(f"r{i}", draw.randrange(1 + kv_max // 2), draw.randrange(1 + b), kv_max=kv_max, b=b, previous=kv_max)
+        for i in range(400)
+    ]
+    assert plan(fleet).moves
+    assert is_best_fit(fleet)

@@ -94,7 +94,7 @@ def _fits(turn: Turn, source: Replica, destination: Replica) -> bool:
 
 
 def _release(turn: Turn, source: Replica, destination: Replica, transfer: Transfer) -> None:
-    here = generating(turn, source)
+    here = dict.fromkeys(generating(turn, source))
     chosen = [t for t in transfer.trajectories if t in here]
     if not chosen:
         return

@@ -1,0 +1,68 @@
+"""Best-Fit's question, answered without looking at every replica: of those with room for a source, which is the fullest?
+
+Room has two limits, KV tokens and requests. A Fenwick tree over the requests that a replica has room for takes care of the second:
+each of its nodes is a list sorted by KV load, and the nodes on one path hold together exactly the replicas with at least so much
+room. The first is a bisection in each. A question, and putting a replica in or out, visit at most log2(B) + 1 nodes.
+
+A replica's *rank* is one integer, `kv * size + size - 1 - index`: ranks sort by load, equal loads by place in the fleet's order,
+the earlier the higher.
+"""
+
+from bisect import bisect_left, insort
+
+
+class Shelf:
+    """Replicas of one version with the same limits, as destinations."""
+
+    def __init__(self, *, kv_max: int, requests_max: int, size: int) -> None:
+        """`size`: replicas in the fleet's order; indices are below it."""
+        self._kv_max, self._requests_max, self._size = kv_max, requests_max, size
+        self._nodes: dict[int, list[int]] = {}
+        self._held: dict[int, tuple[int, list[list[int]]]] = {}
+        """Replica -> its rank and the nodes that have it."""
+        self._paths: dict[int, list[list[int]]] = {}
+        """Room -> the nodes that have replicas with so much room."""
+
+    def put(self, index: int, kv: int, requests: int) -> None:
+        """From now on the replica is a possible destination."""
+        rank = kv * self._size + self._size - 1 - index
+        room = self._requests_max - requests
+        nodes = self._paths[room] if room in self._paths else self._path(room)
+        for node in nodes:
+            insort(node, rank)
+        self._held[index] = rank, nodes
+
+    def take(self, index: int) -> None:
+        """It is none any more."""
+        rank, nodes = self._held.pop(index)
+        for node in nodes:
+            del node[bisect_left(node, rank)]
+
+    def fullest(self, kv: int, requests: int, besides: int) -> int:
+        """The rank of the fullest replica other than `besides` that keeps its limits with so much more; -1 = there is none."""
+        own = self._held[besides][0] if besides in self._held else -1
+        beyond = (self._kv_max - kv + 1) * self._size
+        best, room = -1, requests
+        while room < self._requests_max:
+            node = self._nodes.get(room)
+            room += room & -room
+            if node is None:
+                continue
+            place = bisect_left(node, beyond) - 1
+            if place >= 0 and node[place] == own:
+                place -= 1
+            if place >= 0 and node[place] > best:
+                best = node[place]
+        return best
+
+    def _path(self, room: int) -> list[list[int]]:
+        path, at = [], room
+        while at > 0:
+            path.append(self._nodes.setdefault(at, []))
+            at &= at - 1
+        self._paths[room] = path
+        return path
+
+    def index_of(self, rank: int) -> int:
+        """The replica of a rank."""
+        return self._size - 1 - rank % self._size

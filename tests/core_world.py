@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from laminar import wire
-from laminar.core import actions, events, invariants
+from laminar.core import actions, events, health, invariants
 from laminar.core.engine import Core
 from laminar.core.settings import Settings
 from laminar.ids import TrajectoryId, Version, WorkerId
@@ -130,6 +130,9 @@ class Driver:
         attempts: dict[int, int] | None = None,
         aborted: list[int] = (),  # type: ignore[assignment]
         kv_tokens: int = 0,
+        running: int = 0,
+        waiting: int = 0,
+        busy_s: float = 0.0,
     ) -> list[actions.AnyAction]:
         """One report; attempts default to the current ones."""
         replica = self.core.state.replicas[WorkerId(name)]
@@ -171,6 +174,9 @@ class Driver:
                 failed=failed,
                 aborted=[events.AbortedAttempt(trajectory=TrajectoryId(t), attempt=attempt(t)) for t in aborted],
                 kv_tokens=kv_tokens,
+                num_running=running,
+                num_waiting=waiting,
+                busy_s=busy_s,
             )
         )
 
@@ -212,6 +218,8 @@ class World(Driver):
         """Incarnation of the trainer's present launch; what an older one had to say is never said."""
         self.checkpoint = 0
         """Newest complete checkpoint on disk."""
+        self.hung: dict[WorkerId, int] = {}
+        """Incarnations whose engine answers and does not generate any more."""
         self.operator = False
         """Somebody holds passes, and applies or skips what they decide."""
 
@@ -240,7 +248,10 @@ class World(Driver):
     def _next(self) -> list[actions.AnyAction]:
         deadline = self.core.next_deadline()
         busy = [name for name, replica in self.core.state.replicas.items() if replica.attempts]
-        if self.random.random() < self.faults:
+        check_at = self.core.state.health_check_at
+        if check_at and check_at <= self.at:
+            return self.send(events.TimerFired())
+        if self.core.state.replicas and self.random.random() < self.faults:
             return self._operate() if self.operator and self.random.random() < 0.5 else self._fault()
         if self.core.state.held and self.random.random() < 0.5:
             return self._resolve()
@@ -261,6 +272,8 @@ class World(Driver):
 
     def _progress(self, name: str) -> list[actions.AnyAction]:
         replica = self.core.state.replicas[WorkerId(name)]
+        if self.hung.get(WorkerId(name)) == replica.incarnation:
+            return self.report(name, running=replica.num_generating)
         lengths, finish, reward, fail = {}, [], {}, {}
         for t in replica.attempts:
             record = self.core.state.trajectories[t]
@@ -280,19 +293,24 @@ class World(Driver):
         for t in [*finish, *fail]:
             engine.pop(t, None)
         kv_tokens = sum(5 + n for t, n in lengths.items() if t not in finish and t not in fail)
-        return self.report(name, lengths, finish, reward, fail, kv_tokens=kv_tokens)
+        running = len(engine)
+        return self.report(name, lengths, finish, reward, fail, kv_tokens=kv_tokens, running=running)
 
     def _fault(self) -> list[actions.AnyAction]:
         state = self.core.state
         name = self.random.choice(list(state.replicas))
-        kind = self.random.randrange(3)
         if self.core.settings.trainer_restarts_max and state.trainer.ready and self.random.random() < 0.1:
             return self._lose_trainer()
         if self.disk_fills and self.random.random() < 0.2:
             return self.send(
                 events.StorageRecovered() if state.storage_failure else events.StorageFailed(reason="full")
             )
+        kind = self.random.randrange(4 if self.core.settings.progress_timeout_s else 3)
         replica = state.replicas[name]
+        if kind == 3 and len(state.replicas) > 1:
+            self.hung[name] = replica.incarnation
+            self.pending.append(partial(self._wake_up, name, replica.incarnation))
+            return self.report(name)
         if kind == 0 and len(state.replicas) > 1:
             out = self.send(events.WorkerLost(worker=name, incarnation=replica.incarnation, reason="killed"))
             if self.core.settings.restarts_max:
@@ -334,6 +352,12 @@ class World(Driver):
         else:
             self.pending.append(lambda: self.rank(incarnation=self.launch, step=self.checkpoint))
 
+    def _wake_up(self, name: WorkerId, incarnation: int) -> list[actions.AnyAction]:
+        """Half of those that hang go on some time, if they are still there."""
+        if self.hung.get(name) == incarnation and self.random.random() < 0.5:
+            del self.hung[name]
+        return []
+
     def _operate(self) -> list[actions.AnyAction]:
         name = self.random.choice(["refresh", "dispatch", "repack", "sample"])
         return self.send(events.HoldChanged(pass_name=name, held=self.random.random() < 0.5))
@@ -361,6 +385,8 @@ class World(Driver):
         self.pending.append(lambda: self.send(event))
 
     def _on_StartGroup(self, action: actions.StartGroup) -> None:
+        replica = self.core.state.replicas[action.worker]
+        assert health.takes_work(self.core.state, replica), f"{action.worker} is given work although it is not healthy"
         for start in action.starts:
             assert start.attempt > self.started.get(start.trajectory, 0), "an attempt was handed out twice"
             self.started[start.trajectory] = start.attempt
@@ -378,6 +404,9 @@ class World(Driver):
 
     def _let_go(self, worker: WorkerId, trajectory: TrajectoryId, attempt: int) -> list[actions.AnyAction]:
         if self.engine.get(worker, {}).get(trajectory) != attempt:
+            return []
+        if self.hung.get(worker) == self.core.state.replicas[worker].incarnation:
+            self.pending.append(partial(self._let_go, worker, trajectory, attempt))
             return []
         del self.engine[worker][trajectory]
         more = self.core.state.trajectories[trajectory].num_tokens + self.random.randint(0, 2)
@@ -397,6 +426,9 @@ class World(Driver):
 
     def _on_StopWorker(self, action: actions.StopWorker) -> None:
         self.engine.pop(action.worker, None)
+        if self.hung.pop(action.worker, None) == action.incarnation and not self.core.settings.restarts_max:
+            self.incarnation += 1
+            self.pending.append(partial(self.join, action.worker, self.incarnation))
 
     def _on_PullWeights(self, action: actions.PullWeights) -> None:
         assert not self.engine.get(action.worker), "weights are pulled under running requests"

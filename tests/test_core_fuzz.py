@@ -20,6 +20,8 @@ SETTINGS = {
     "sampler_evaluate": {"custom_sampler": True, "evaluate": True, "checkpoint_every": 2},
     "awaits_publications": {"await_publication_s": 1.0, "evaluate": True},
     "few_prompts": {"num_prompts": 3},
+    "hangs": {"progress_timeout_s": 1.0, "repack_interval_s": 0.5},
+    "hangs_evaluate": {"progress_timeout_s": 1.0, "evaluate": True, "restarts_max": 3},
 }
 
 

@@ -188,8 +188,8 @@ def test_answers_to_an_old_attempt_change_nothing_but_the_story():
     first = driver.generating("r0")[0]
     driver.report("r0", {first: 5}, fail={first: ("infra", "engine_error")})
     before = msgspec.msgpack.encode(driver.core.state)
-    new = driver.report("r0", {first: 9}, finish=[first], reward={first: 1.0}, attempts={first: 1})
-    new += driver.report("r0", fail={first: ("data", "nan")}, attempts={first: 1})
+    new = driver.report("r0", {first: 9}, finish=[first], reward={first: 1.0}, attempts={first: 1}, waiting=1)
+    new += driver.report("r0", fail={first: ("data", "nan")}, attempts={first: 1}, waiting=1)
     assert new == []
     after = msgspec.msgpack.decode(msgspec.msgpack.encode(driver.core.state))
     expected = msgspec.msgpack.decode(before)

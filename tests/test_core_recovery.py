@@ -76,9 +76,22 @@ def test_crashes_far_apart_are_not_added_up() -> None:
     d.lost("r0")
     d.send(events.TimerFired(), after=1.0)
     d.join("r0", incarnation=2)
+    d.refreshed("r0")
     d.at += RESET_S + 1
+    d.complete_all("r0")
     d.lost("r0")
     assert of(d.send(events.TimerFired(), after=1.0), actions.StartWorker)
+
+
+def test_to_have_lived_without_work_forgives_nothing() -> None:
+    d = driver(restarts=1)
+    d.lost("r0")
+    d.send(events.TimerFired(), after=1.0)
+    d.join("r0", incarnation=2)
+    d.refreshed("r0")
+    d.at += RESET_S + 1
+    new = d.lost("r0")
+    assert [a.name for a in of(new, actions.RaiseAlarm)] == ["worker-evicted"]
 
 
 def test_nothing_is_started_again_while_the_run_ends() -> None:

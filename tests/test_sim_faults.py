@@ -92,6 +92,54 @@ def test_engine_crash_of_the_only_holder_of_a_version_restarts_its_groups_and_sa
     assert world.core.state.ledger.tokens.dropped["version_gone"] > 0
 
 
+def hangs_for(world: World) -> float:
+    """Longest from a hang to its loss: the last flush that carried tokens, two time limits, a quarter between looks."""
+    return world.flush_s + 2.25 * world.core.settings.progress_timeout_s
+
+
+@pytest.mark.parametrize("calls_max", [0, 4])
+def test_engine_hang_is_found_in_time_and_costs_what_was_not_flushed(calls_max):
+    workload = replace(LONG, calls_max=calls_max, call_tokens=8)
+    world = run("engine_hang", flush_s=1.0, progress_timeout_s=5.0, workload=workload, iterations=12)
+    assert is_whole(world, 12)
+    assert world.measures.num_tokens_lost <= decoded_since_flush(world)
+    assert dropped(world) == set(), "no token that had been reported was lost"
+    (detected_s,) = world.measures.detections_s
+    assert 2 * world.core.settings.progress_timeout_s <= detected_s <= hangs_for(world)
+    assert world.measures.faults["alarm:replica-suspect"] == 1
+    assert world.rollouts.engines[R0].incarnation == 2
+
+
+def test_generation_goes_on_while_an_engine_hangs():
+    world = scenario(workload=LONG, iterations=STEPS, flush_s=1.0, progress_timeout_s=5.0).world()
+    injector = Injector(world, FaultPlan(restart_s=20.0), seed=1)
+    finished = []
+    finish = world.rollouts._finished
+    world.rollouts._finished = lambda request: finished.append(world.now) or finish(request)
+    world.at(20.0, lambda: injector.strike("engine_hang", R0))
+    world.run()
+    assert is_whole(world)
+    (detected_s,) = world.measures.detections_s
+    assert sum(20.0 < at < 20.0 + detected_s for at in finished) > 5
+
+
+@pytest.mark.parametrize("calls_max", [0, 4])
+def test_engine_slow_is_never_taken_for_a_hang(calls_max):
+    plan = replace(LONG, calls_max=calls_max, call_tokens=8)
+    world = run("engine_slow", at=10.0, flush_s=1.0, progress_timeout_s=5.0, workload=plan)
+    assert world.measures.faults["engine_slow"] == 1
+    assert world.measures.faults["alarm:replica-suspect"] == 0
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+    assert world.now > run(flush_s=1.0, workload=plan).now, "it was slow"
+
+
+def test_flushes_however_rare_are_never_taken_for_a_hang():
+    world = run(flush_s=30.0, progress_timeout_s=1.0)
+    assert is_whole(world)
+    assert world.measures.faults["alarm:replica-suspect"] == 0
+
+
 def test_host_lost_is_noticed_by_silence_and_costs_what_was_not_flushed():
     world = run("host_lost")
     assert is_whole(world)
@@ -133,7 +181,7 @@ def test_version_lost_is_published_again_and_loses_nothing():
 
 
 def test_publish_hang_costs_at_most_the_version():
-    world = run(cases="publish_hang=0.4")
+    world = run(cases="publish_hang=0.5")
     assert world.measures.faults["publish_hang"] > 0
     assert is_whole(world)
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())

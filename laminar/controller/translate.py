@@ -53,6 +53,7 @@ def _report(m: wire.RolloutReport, o: Origin) -> events.AnyEvent:
         num_running=m.num_running,
         num_waiting=m.num_waiting,
         kv_tokens=m.kv_tokens,
+        busy_s=m.decode_busy_s,
     )
 
 

@@ -13,7 +13,7 @@ from laminar.core import (
     evaluation,
     events,
     fleet,
-    groups,
+    health,
     moves,
     recovery,
     snapshot,
@@ -76,8 +76,7 @@ class Core:
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
         deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
-        if state.repack.next_at:
-            deadlines.append(state.repack.next_at)
+        deadlines += [moment for moment in (state.repack.next_at, state.health_check_at) if moment]
         return min(deadlines, default=None)
 
     def snapshot(self) -> bytes:
@@ -143,7 +142,7 @@ def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
     if _incarnation(turn.state, event.worker) == event.incarnation:
         turn.state.silent.pop(event.worker, None)
         if event.worker in turn.state.replicas:
-            turn.state.dirty[event.worker] = None
+            health.returned(turn, turn.state.replicas[event.worker])
         turn.tell("channel is back", story.worker(event.worker))
 
 
@@ -193,6 +192,8 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         state.dirty.update(dict.fromkeys(state.replicas))
     for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
         versions.lose(turn, record.version, "no word from the relay in time")
+    for replica, reason in health.check(turn):
+        fleet.lose(turn, replica, reason)
     recovery.start_due(turn)
     if state.repack.next_at and state.repack.next_at <= turn.at:
         moves.trigger(turn)
@@ -292,7 +293,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.WorkerDisconnected: _on_disconnected,
     events.WorkerReturned: _on_returned,
     events.WorkerLost: _on_lost,
-    events.ReplicaReported: groups.on_report,
+    events.ReplicaReported: health.on_report,
     events.ReplicaRefreshed: fleet.on_refreshed,
     events.ReplicaRefreshFailed: fleet.on_refresh_failed,
     events.EvaluationFinished: evaluation.on_finished,

@@ -1,6 +1,6 @@
 """Greedy accuracy on held-out prompts before the first and after the last step, by one replica each."""
 
-from laminar.core import fleet, versions
+from laminar.core import fleet, health, versions
 from laminar.core.actions import RunEvaluation
 from laminar.core.events import EvaluationFailed, EvaluationFinished
 from laminar.core.records import Evaluation, ReplicaState
@@ -40,7 +40,7 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
         for replica in state.replicas.values()
         if replica.state == ReplicaState.GENERATING
         and replica.version == evaluation.version
-        and replica.id not in state.silent
+        and health.takes_work(state, replica)
         and not replica.draining
     ]
     if not able:
@@ -48,6 +48,7 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
             newest = versions.newest(state)
             evaluation.version = newest.version if newest else evaluation.version  # its version is gone
         return
+    health.given(turn, able[0], 1)
     evaluation.worker = able[0].id
     assert evaluation.version is not None
     turn.emit(RunEvaluation(cause=turn.cause, worker=able[0].id, evaluation=evaluation.id, version=evaluation.version))

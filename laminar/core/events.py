@@ -137,6 +137,8 @@ class ReplicaReported(Event, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_tokens: int = 0
+    busy_s: float = 0.0
+    """Seconds since the last report in which the engine computed, for evaluations too."""
 
 
 class ReplicaRefreshed(Event, frozen=True, kw_only=True):

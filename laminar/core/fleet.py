@@ -5,9 +5,11 @@ there is a newer version, it pulls that.
 
     joined ──► syncing ──► generating ──► (local batch drained, newer version) syncing ──► …
                   └── pull failed ──► what it was before
+
+Only a healthy one is given work (`laminar.core.health`).
 """
 
-from laminar.core import bounds, groups, recovery, refresh, story, versions
+from laminar.core import bounds, groups, health, recovery, refresh, story, versions
 from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import DrainRequested, ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -37,6 +39,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
         host=event.host,
         num_requests_max=event.num_requests_max,
         kv_tokens_max=event.kv_tokens_max,
+        quarantined=event.worker in state.fenced,
     )
     state.silent.pop(event.worker, None)
     state.dirty[event.worker] = None
@@ -47,6 +50,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
 def lose(turn: Turn, replica: Replica, reason: str) -> None:
     """The replica leaves; its trajectories are queued again, its evaluation too. Without any replica the run fails."""
     _remove(turn, replica, reason)
+    recovery.worked(turn, replica.id, replica.progress_at)
     recovery.plan(turn, replica.id, reason)
     fail_if_none_is_left(turn, replica.id, reason)
 
@@ -106,7 +110,7 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     if replica is None:
         return
     replica.version, replica.target, replica.deadline = event.version, None, 0.0
-    replica.num_failed_pulls = 0
+    replica.num_failed_pulls, replica.quarantined = 0, False
     replica.state = ReplicaState.GENERATING
     replica.admit_left = turn.settings.local_batch_groups
     turn.state.dirty[replica.id] = None
@@ -146,7 +150,8 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
         return None
     for worker in turn.state.dirty:
         replica = turn.state.replicas[worker]
-        if replica.version != newest.version and not replica.draining and _is_drained(turn, replica):
+        wanted = replica.version != newest.version or replica.quarantined
+        if wanted and not replica.draining and _is_drained(turn, replica):
             return RefreshReplica(worker=worker, version=newest.version)
     return None
 
@@ -154,11 +159,11 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
 def _is_drained(turn: Turn, replica: Replica) -> bool:
     if replica.state == ReplicaState.SYNCING or replica.num_generating or replica.id in turn.state.silent:
         return False
-    if replica.incoming:
+    if replica.incoming or replica.suspect:
         return False
     if any(e.worker == replica.id and not e.done for e in turn.state.evaluations):
         return False
-    return not (replica.state == ReplicaState.GENERATING and _queued_for(turn, replica))
+    return not (_can_generate(turn, replica) and _queued_for(turn, replica))
 
 
 def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
@@ -203,7 +208,7 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
     size = turn.settings.group_size
     if replica.num_generating + size > max(replica.num_requests_max, size):
         return False  # the commonest reason comes first: this is asked of every dirty replica for every new group
-    if replica.state != ReplicaState.GENERATING or replica.id in turn.state.silent or replica.draining:
+    if not _can_generate(turn, replica) or replica.draining:
         return False
     if replica.num_generating == 0 and versions.is_awaited(turn.state):
         return False
@@ -247,7 +252,7 @@ def _expected(turn: Turn, group: Group, queued: list[TrajectoryId]) -> DispatchQ
 
 
 def _can_generate(turn: Turn, replica: Replica) -> bool:
-    return replica.state == ReplicaState.GENERATING and replica.id not in turn.state.silent
+    return replica.state == ReplicaState.GENERATING and health.takes_work(turn.state, replica)
 
 
 def may_come_back(state: State, version: Version | None) -> bool:
@@ -276,7 +281,7 @@ def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
             return
         refresh.admit(turn, replica)
         group = groups.open_group(turn)
-        groups.start(turn, replica, group, list(group.trajectories))
+        _start(turn, replica, group, list(group.trajectories))
         return
     _start_queued(turn, replica, decision)
 
@@ -292,9 +297,14 @@ def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> Non
     elif replica.version != group.version:
         chosen = [t for t in chosen if turn.state.trajectories[t].finish_reason]
     if chosen:
-        groups.start(turn, replica, group, chosen)
+        _start(turn, replica, group, chosen)
     if not _queued(turn.state, group):
         turn.state.requeue.pop(group.id, None)
+
+
+def _start(turn: Turn, replica: Replica, group: Group, chosen: list[TrajectoryId]) -> None:
+    health.given(turn, replica, sum(not turn.state.trajectories[t].finish_reason for t in chosen))
+    groups.start(turn, replica, group, chosen)
 
 
 def num_outstanding(state: State) -> int:

@@ -77,6 +77,8 @@ def _check_replicas(state: State) -> None:
             f"{replica.id}: {generating} generating, books say {replica.num_generating}"
         )
         assert not (replica.state == ReplicaState.SYNCING and generating), f"{replica.id} generates while it pulls"
+        assert replica.version is not None or not replica.attempts, f"{replica.id} works without weights"
+        assert not (replica.suspect and replica.incoming), f"{replica.id} is suspect and something moves there"
 
 
 def _check_steps(state: State) -> None:

@@ -8,7 +8,7 @@ Invariants:
 * If the destination is lost or no longer fits, the trajectory is queued like any other of its version.
 """
 
-from laminar.core import groups, repack, story
+from laminar.core import groups, health, repack, story
 from laminar.core.actions import AbortAttempts
 from laminar.core.decisions import Repack, Transfer
 from laminar.core.records import Replica, ReplicaState, TrajectoryState
@@ -46,7 +46,7 @@ def check(turn: Turn) -> None:
 
 
 def _takes_part(turn: Turn, replica: Replica) -> bool:
-    settled = replica.state == ReplicaState.GENERATING and replica.id not in turn.state.silent
+    settled = replica.state == ReplicaState.GENERATING and health.takes_work(turn.state, replica)
     return settled and replica.version is not None and not replica.leaving and not replica.draining
 
 

@@ -133,6 +133,16 @@ class Replica(msgspec.Struct, kw_only=True):
     """Trajectories on their way here -> KV tokens reserved for them; they pin the version."""
     leaving: dict[TrajectoryId, None] = {}
     """Trajectories that were told to stop here, to be continued elsewhere."""
+    stalled_since: float = 0.0
+    """When it last made progress, or owed none; the clock of `laminar.core.health`."""
+    progress_at: float = 0.0
+    """When its last tokens came, or something of it ended."""
+    suspect: bool = False
+    """It owes tokens and gives none: nothing more is given to it."""
+    quarantined: bool = False
+    """It is given nothing more until it has pulled the newest version."""
+    num_suspicions: int = 0
+    suspected_at: float = 0.0
     kv_previous: int = 0
     """C_prev: KV tokens in use at the last repack check."""
     kv_tokens: int = 0
@@ -210,6 +220,10 @@ class Restart(msgspec.Struct, kw_only=True):
     starting: bool = False
     """It was started and has not joined."""
     joined_at: float = 0.0
+    reason: str = ""
+    """Why it was lost the last time."""
+    evicted: bool = False
+    """It is not started again."""
 
 
 class RepackRecord(msgspec.Struct, kw_only=True):
@@ -314,6 +328,8 @@ class State(msgspec.Struct, kw_only=True):
     """Replicas that the passes look at."""
     silent: dict[WorkerId, float] = {}
     """Workers whose channel broke -> when they count as lost."""
+    health_check_at: float = 0.0
+    """When the replicas' progress is looked at next; 0 = nothing is expected of any."""
     relay: WorkerId | None = None
     relay_incarnation: int = 0
     versions: list[VersionRecord] = []

@@ -3,7 +3,8 @@
     lost ──► waiting (backoff · 2^n) ──► starting ──► joined
                                             └─ ended before it joined ──► waiting … ──► given up after `restarts_max`
 
-A replica that lived for RESET_S before it was lost has its earlier restarts forgiven; a trainer, with its next checkpoint.
+A replica that still made progress RESET_S after it had joined has its earlier restarts forgiven, for mere life does not count; a
+trainer, with its next checkpoint.
 """
 
 from typing import Literal
@@ -22,14 +23,14 @@ def plan(turn: Turn, worker: WorkerId, reason: str, role: Role = "rollout") -> b
     """The worker is gone: start it again after a pause, unless that has been tried too often. Whether it will be."""
     state, settings = turn.state, turn.settings
     restarts_max = settings.restarts_max if role == "rollout" else settings.trainer_restarts_max
-    if not restarts_max or state.stopping:
+    if state.stopping:
         return False
     record = state.restarts.setdefault(worker, Restart(role=role))
-    if role == "rollout" and record.joined_at and turn.at - record.joined_at > RESET_S:
-        record.num = 0
-    record.starting, record.joined_at = False, 0.0
+    record.starting, record.joined_at, record.reason = False, 0.0, reason
     if record.num >= restarts_max:
-        record.due_at = 0.0
+        record.due_at, record.evicted = 0.0, True
+        if not restarts_max:
+            return False
         text = f"{worker} was started again {record.num} times and is given up; the last time: {reason}"
         turn.emit(RaiseAlarm(cause=turn.cause, name="worker-evicted", text=text))
         return False
@@ -52,7 +53,14 @@ def joined(turn: Turn, worker: WorkerId) -> None:
     """It is back."""
     record = turn.state.restarts.get(worker)
     if record is not None:
-        record.due_at, record.starting, record.joined_at = 0.0, False, turn.at
+        record.due_at, record.starting, record.joined_at, record.evicted = 0.0, False, turn.at, False
+
+
+def worked(turn: Turn, worker: WorkerId, until: float) -> None:
+    """A replica made its last progress at `until`: see above."""
+    record = turn.state.restarts.get(worker)
+    if record is not None and record.joined_at and until - record.joined_at > RESET_S:
+        forgive(turn, worker)
 
 
 def forgive(turn: Turn, worker: WorkerId | None) -> None:

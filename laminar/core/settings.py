@@ -50,6 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Pause before the first restart; doubled with each."""
     trainer_restarts_max: int = 0
     """How often a lost trainer is started again without a checkpoint in between before the run fails; 0 = never."""
+    progress_timeout_s: float = 0.0
+    """A replica that owes tokens and gives none for this long is suspect, for twice as long lost (`laminar.core.health`);
+    0 = never."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0

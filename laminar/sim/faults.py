@@ -5,6 +5,8 @@
 | name | unit | what happens |
 |---|---|---|
 | engine_crash | an hour | a worker process dies, which its socket tells at once; the same name starts again |
+| engine_hang | an hour | an engine computes nothing more, while its worker answers; killed when the core gives it up |
+| engine_slow | an hour | an engine decodes ten times as slowly for a while |
 | host_lost | an hour | all replicas of a host stop; only silence tells; a new host takes the names |
 | partition | an hour | a replica is cut off for longer than the grace; it goes on, returns, is fenced off and starts again |
 | short_partition | an hour | a channel breaks and comes back within the grace |
@@ -28,7 +30,10 @@ from laminar.sim.rollouts import Engine
 from laminar.sim.world import SimulationError, World
 
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
-PER_HOUR = ("engine_crash", "host_lost", "partition", "short_partition", "controller_crash")
+PER_HOUR = (
+    "engine_crash", "engine_hang", "engine_slow", "host_lost", "partition", "short_partition", "controller_crash",
+)  # fmt: skip
+SLOW_FACTOR = 10.0
 PER_CASE = (
     "pull_failed", "pull_hang", "version_lost", "publish_hang", "reward_infra", "reward_data", "checkpoint_failed",
 )  # fmt: skip
@@ -44,6 +49,8 @@ class FaultPlan:
     """A worker process starts again on its GPUs: weights are pulled after it has joined."""
     replace_s: float = 240.0
     """Another host takes a lost one's place."""
+    slow_s: float = 120.0
+    """How long a slow engine is slow."""
     partition_s: float = 90.0
     short_partition_s: float = 5.0
 
@@ -108,12 +115,15 @@ class Injector:
         """Break something now; `worker` = what, else chance chooses among what works."""
         actions: dict[str, Callable[[WorkerId], None]] = {
             "engine_crash": self._engine_crash,
+            "engine_hang": self._engine_hang,
+            "engine_slow": self._engine_slow,
             "host_lost": self._host_lost,
             "partition": lambda w: self._cut(w, self.plan.partition_s),
             "short_partition": lambda w: self._cut(w, self.plan.short_partition_s),
             "controller_crash": lambda w: self._controller_crash(),
         }
-        candidates = [w for w, engine in self.world.rollouts.engines.items() if engine.connected]
+        engines = self.world.rollouts.engines.items()
+        candidates = [w for w, engine in engines if engine.connected and not engine.replica.hung]
         if worker is None and len(candidates) > 1:
             worker = self.random[name].choice(candidates)
         if worker in self.world.rollouts.engines and (
@@ -131,6 +141,21 @@ class Injector:
         self.world.send(
             events.WorkerLost(worker=worker, incarnation=engine.incarnation, reason="its process ended with signal 9")
         )
+
+    def _engine_hang(self, worker: WorkerId) -> None:
+        engine = self.world.rollouts.engines[worker]
+        engine.replica.hang(self.world.now)
+        engine.hung_at = self.world.now
+
+    def _engine_slow(self, worker: WorkerId) -> None:
+        engine = self.world.rollouts.engines[worker]
+        self._change_pace(worker, engine, SLOW_FACTOR)
+        self.world.after(self.plan.slow_s, lambda: self._change_pace(worker, engine, 1.0 / SLOW_FACTOR))
+
+    def _change_pace(self, worker: WorkerId, engine: Engine, factor: float) -> None:
+        engine.replica.slow_down(self.world.now, factor)
+        if self.world.rollouts.engines.get(worker) is engine:
+            self.world.rollouts.schedule(worker, engine)
 
     def _host_lost(self, worker: WorkerId) -> None:
         """At least one replica elsewhere survives; a run without any is over, which is another test."""

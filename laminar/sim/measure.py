@@ -44,6 +44,8 @@ class Measures:
     """Decoding stopped for a pull."""
     recoveries_s: list[float] = field(default_factory=list)
     """From a replica's loss to the same name's return."""
+    detections_s: list[float] = field(default_factory=list)
+    """From an engine's hang to its replica's loss."""
     num_tokens_lost: int = 0
     """Decoded and gone with an engine before they were reported."""
     faults: Counter[str] = field(default_factory=Counter)

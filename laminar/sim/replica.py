@@ -14,7 +14,7 @@ Invariants:
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from laminar.ids import GroupId, TrajectoryId, Version
@@ -78,7 +78,11 @@ class Replica:
         self.num_prefilled = 0
         self.num_preemptions = 0
         self.prefill_s = 0.0
+        self.hung = False
+        """It answers, and computes nothing any more."""
         self.wake_at = math.inf
+        self._num_returned = 0
+        """Requests that came back from a tool to a hung engine."""
         self._num_runs = 0
         self._waiting: deque[Request] = deque()
         self._due: list[tuple[int, int, int]] = []
@@ -88,8 +92,8 @@ class Replica:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no KV yet."""
-        return len(self._waiting) + len(self._joining)
+        """Requests that have no KV yet, or that a hung engine does not take back."""
+        return len(self._waiting) + len(self._joining) + self._num_returned
 
     @property
     def stopping(self) -> dict[TrajectoryId, int]:
@@ -124,6 +128,24 @@ class Replica:
         self._prefill(self.kv_tokens)
         self._set_wake(now)
 
+    def hang(self, now: float) -> None:
+        """From now on nothing is computed, and nothing ends."""
+        self.advance(now)
+        self.hung = True
+
+    def slow_down(self, now: float, factor: float) -> None:
+        """Every decode step takes so many times as long from now on."""
+        self.advance(now)
+        model = self.model
+        self.model = replace(
+            model,
+            weights_s=model.weights_s * factor,
+            kv_s=model.kv_s * factor,
+            flops_s=model.flops_s * factor,
+            overhead_s=model.overhead_s * factor,
+        )
+        self._set_wake(now)
+
     def length(self, request: Request) -> int:
         """Response tokens so far."""
         if request.began_step < 0:
@@ -132,7 +154,9 @@ class Replica:
 
     def advance(self, now: float) -> None:
         """Count the whole steps that are over at `now`."""
-        if self.num_running == 0:
+        if self.hung:
+            self._num_returned = sum(at <= now for at, _, _ in self._returns)
+        if self.hung or self.num_running == 0:
             return
         limit = self._steps_to_change()
         done = self.model.steps_within(self.num_running, self.kv_tokens, now - self.boundary + EPSILON_S, limit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from laminar.core import actions, events
+from laminar.core import actions, events, health
 from laminar.ids import TrajectoryId, Version, WorkerId
 from laminar.sim.replica import Outcome, Replica, Request
 
@@ -35,6 +35,8 @@ class Engine:
     wake: int = 0
     """Number of its valid wake-up; older ones in the heap are void."""
     reported: tuple[int, int, int] = (-1, -1, -1)
+    hung_at: float = 0.0
+    """Since when its engine hangs; 0 = it does not."""
 
 
 class Rollouts:
@@ -113,10 +115,10 @@ class Rollouts:
         self.world.after(seconds, join)
 
     def schedule(self, worker: WorkerId, engine: Engine) -> None:
-        """Wake the engine when something changes in it."""
+        """Wake the engine when something changes in it; a hung one is not woken."""
         engine.wake += 1
         number, moment = engine.wake, engine.replica.wake_at
-        if moment != float("inf"):
+        if moment != float("inf") and not engine.replica.hung:
             self.world.at(moment, lambda: self._turn(worker, engine, number))
 
     def _turn(self, worker: WorkerId, engine: Engine, number: int) -> None:
@@ -217,6 +219,10 @@ class Rollouts:
 
     def _on_start_group(self, action: actions.StartGroup) -> None:
         engine = self.engines[action.worker]
+        core = self.world.core.state
+        assert health.takes_work(core, core.replicas[action.worker]), (
+            f"{action.worker} is given work and is not healthy"
+        )
         prefilled = False
         for start in action.starts:
             self._check_start(action, start)
@@ -267,7 +273,8 @@ class Rollouts:
         empty = array("q").tobytes()
         event = events.ReplicaReported(
             worker=worker, incarnation=engine.incarnation, trajectories=empty, attempts=empty, num_tokens=empty,
-            rewarded=[rewarded], kv_tokens=engine.replica.kv_tokens,
+            rewarded=[rewarded], kv_tokens=engine.replica.kv_tokens, num_running=engine.replica.num_running,
+            num_waiting=engine.replica.num_waiting,
         )  # fmt: skip
         self.world.after(0.0, lambda: self.world.send(event) if self.engines.get(worker) is engine else None)
 
@@ -292,7 +299,7 @@ class Rollouts:
 
     def _on_pull_weights(self, action: actions.PullWeights) -> None:
         engine = self.engines.get(action.worker)
-        if engine is None or self.world.intercept("pull_hang", action):
+        if engine is None or engine.replica.hung or self.world.intercept("pull_hang", action):
             return
         running = [r for r in engine.replica.requests.values() if r.trajectory not in engine.replica.stopping]
         assert not running, f"{action.worker} pulls under {len(running)} running requests"
@@ -308,7 +315,7 @@ class Rollouts:
         self.world.after(wait_s, lambda: self._pulled(action, engine, event))
 
     def _pulled(self, action: actions.PullWeights, engine: Engine, event: events.AnyEvent) -> None:
-        if self.engines.get(action.worker) is not engine:
+        if self.engines.get(action.worker) is not engine or engine.replica.hung:
             return
         if not engine.connected:
             engine.backlog.append(lambda: self._pulled(action, engine, event))
@@ -327,6 +334,8 @@ class Rollouts:
         engine = self.engines.get(action.worker)
         if engine is not None and engine.incarnation == action.incarnation:
             self.kill(action.worker)
+            if engine.hung_at:
+                self.world.measures.detections_s.append(self.world.now - engine.hung_at)
             engine.given_up = not engine.connected
             if engine.connected and not self.world.core.state.finished:
                 self.rejoin(action.worker, action.incarnation, self.restart_s)

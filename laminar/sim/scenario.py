@@ -23,6 +23,7 @@ SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to repl
 OUTSTANDING_BATCHES = 4
 """Limit of groups in flight and buffered, in fleets' local batches. A group is open until its longest sibling has ended, three to
 four times as long as a trajectory takes; a lower limit would hold generation back, as the paper, which has none, does not."""
+FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
 
@@ -46,6 +47,8 @@ class Scenario:
     batch_groups: int = 512
     group_size: int = 16
     flush_s: float = 60.0
+    progress_timeout_s: float = 60.0
+    """A replica without progress for this long is suspect, or for three flushes if that is longer."""
     answer_s: float = 0.0
     """How long the source of a move goes on before it hears of it."""
     traced: bool = False
@@ -103,6 +106,7 @@ class Scenario:
             custom_sampler=self.sampler is not None,
             checkpoint_every=1,
             evaluate=False,
+            progress_timeout_s=max(self.progress_timeout_s, FLUSHES_PER_TIMEOUT * self.flush_s),
             refresh_policy="continuous" if self.policy == "continuous" else "batch",
             repack_interval_s=5.0 if self.repack else 0.0,
             repack_requests_max=cluster.requests_memory_bound,

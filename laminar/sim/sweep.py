@@ -16,7 +16,14 @@ EVENTS_MAX = 100_000  # a hundred times what such a run takes
 EXPLAINED = {
     "could not be published": ("version_lost", "publish_hang"),
     "could not be written": ("checkpoint_failed",),
-    "no rollout replica is left": ("engine_crash", "host_lost", "partition", "pull_hang", "pull_failed"),
+    "no rollout replica is left": (
+        "engine_crash",
+        "engine_hang",
+        "host_lost",
+        "partition",
+        "pull_hang",
+        "pull_failed",
+    ),
     "groups in a row were dropped": ("reward_data", "reward_infra"),
 }
 """Part of the reason of a run that failed -> faults of which one must be in the plan."""
@@ -48,6 +55,7 @@ def scenario(seed: int) -> Scenario:
         batch_groups=random.randint(2, 8),
         group_size=random.randint(2, 4),
         flush_s=random.choice([0.25, 2.0, 20.0]),
+        progress_timeout_s=10.0,
         answer_s=random.choice([0.0, 0.25, 2.0]),
         check_every=20,
         traced=True,

@@ -181,14 +181,14 @@ def test_version_lost_is_published_again_and_loses_nothing():
 
 
 def test_publish_hang_costs_at_most_the_version():
-    world = run(cases="publish_hang=0.5")
+    world = run(cases="publish_hang=0.4")
     assert world.measures.faults["publish_hang"] > 0
     assert is_whole(world)
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
 
 
 def test_pull_failed_is_tried_again_and_loses_nothing():
-    world = run(cases="pull_failed=0.15")
+    world = run(cases="pull_failed=0.25")
     assert world.measures.faults["pull_failed"] > 0
     assert is_whole(world)
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
@@ -220,7 +220,7 @@ def test_a_reward_that_fails_for_data_drops_its_group_under_its_name():
 
 
 def test_a_failed_checkpoint_commits_later_and_loses_nothing():
-    world = run(cases="checkpoint_failed=0.2", iterations=8)
+    world = run(cases="checkpoint_failed=0.4", iterations=8)
     assert world.measures.faults["alarm:checkpoint-failed"] > 0
     assert is_whole(world, 8)
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from laminar.core import events
 from laminar.core.engine import Core
@@ -88,7 +89,7 @@ class Injector:
     def __init__(self, world: World, plan: FaultPlan, seed: int) -> None:
         self.world, self.plan = world, plan
         self.random = {
-            name: Random(derive_seed(seed, FAULT_STREAM, index)) for index, name in enumerate(PER_HOUR + PER_CASE)
+            name: Random(derive_seed(seed, FAULT_STREAM, crc32(name.encode()))) for name in PER_HOUR + PER_CASE
         }
         self._case_rates = {name: rate for name, rate in plan.rates if name in PER_CASE}
         world.intercept = self.spoils

@@ -76,12 +76,18 @@ class Run:
 
     @classmethod
     def start(
-        cls, directory: Path, hosts: Path, *overrides: str, options: tuple[str, ...] = (), wrap: tuple[str, ...] = ()
+        cls,
+        directory: Path,
+        hosts: Path,
+        *overrides: str,
+        config: str = "config.toml",
+        options: tuple[str, ...] = (),
+        wrap: tuple[str, ...] = (),
     ) -> Self:
-        """A new run of the quickstart's configuration with overrides. `wrap` is a command that runs a command."""
+        """A new run of one of the quickstart's configurations with overrides. `wrap` is a command that runs a command."""
         name = new_name()
-        config = ["--cluster", str(hosts), "--config", str(QUICKSTART / "config.toml")]
-        return cls(directory, name, [*config, *options, f"run.dir={directory}", f"run.name={name}", *overrides], wrap)
+        files = ["--cluster", str(hosts), "--config", str(QUICKSTART / config)]
+        return cls(directory, name, [*files, *options, f"run.dir={directory}", f"run.name={name}", *overrides], wrap)
 
     @classmethod
     def resume(cls, path: Path, *overrides: str) -> Self:

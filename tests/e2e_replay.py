@@ -1,0 +1,169 @@
+"""What a run did, read from what it left: its event log through the core again, and its token segments.
+
+The core is deterministic, so the events give the actions that the run took, each with its cause. Tokens are unlinked once they
+are committed; `keep_tokens` holds on to their file by a second link, taken while the run has just begun.
+"""
+
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from e2e import Run
+
+from laminar import configfile
+from laminar.controller.app import settings_of
+from laminar.controller.tokens import read_segment
+from laminar.core import actions, events, versions
+from laminar.core.engine import Core
+from laminar.core.records import State
+from laminar.ids import TrajectoryId, Version, WorkerId
+from laminar.tasks import datasets
+
+
+class Move(NamedTuple):
+    """A trajectory that went on elsewhere from a non-empty prefix."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    """The one that went on."""
+    seed: int
+    source: WorkerId
+    destination: WorkerId
+    held: tuple[Version | None, Version | None]
+    """Versions of source and destination at the start of the attempt."""
+    started_under: Version
+    num_flushed: int
+    """Response tokens in the source's last report of the attempt before."""
+
+
+class Freed(NamedTuple):
+    """A replica whose last leaving trajectory was let go."""
+
+    worker: WorkerId
+    held: Version | None
+    newest: Version
+    """Newest readable version at that moment."""
+    pulled: Version | None
+    """What it was told to pull because of that very event."""
+    then: events.ReplicaRefreshed | events.ReplicaRefreshFailed | None
+    """How its next pull ended."""
+
+
+class Replay:
+    """A finished run's events through a new core."""
+
+    def __init__(self, run: Run) -> None:
+        config = configfile.load(run.path / "config.toml", [])
+        self.core = Core(settings_of(config, datasets.load(config.task)))
+        self.moves: list[Move] = []
+        self.freed: list[Freed] = []
+        self.num_split_fleet = 0
+        """Events after which two replicas generated under different versions."""
+        self._flushed: dict[tuple[int, int], int] = {}
+        self._workers: dict[TrajectoryId, WorkerId] = {}
+        for event in _events(run):
+            self._take(event)
+
+    def _take(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.ReplicaReported):
+            self._take_lengths(event)
+        elif isinstance(event, events.ReplicaRefreshed | events.ReplicaRefreshFailed):
+            self._note_refresh(event)
+        leaving = {r.id: r.version for r in self.core.state.replicas.values() if r.leaving}
+        taken = self.core.handle(event)
+        for action in taken:
+            if isinstance(action, actions.StartGroup):
+                self._take_starts(action)
+        self.freed += [_freed(self.core.state, r, leaving[r], taken) for r in leaving if _is_free(self.core.state, r)]
+        generating = {r.version for r in self.core.state.replicas.values() if r.num_generating}
+        self.num_split_fleet += len(generating) > 1
+
+    def _take_lengths(self, event: events.ReplicaReported) -> None:
+        ids, attempts, lengths = (
+            array("q", event.trajectories),
+            array("i", event.attempts),
+            array("i", event.num_tokens),
+        )
+        self._flushed |= dict(zip(zip(ids, attempts, strict=True), lengths, strict=True))
+
+    def _note_refresh(self, event: events.ReplicaRefreshed | events.ReplicaRefreshFailed) -> None:
+        self.freed = [f._replace(then=f.then or event) if f.worker == event.worker else f for f in self.freed]
+
+    def _take_starts(self, action: actions.StartGroup) -> None:
+        replicas = self.core.state.replicas
+        for start in action.starts:
+            source = self._workers.get(start.trajectory, action.worker)
+            self._workers[start.trajectory] = action.worker
+            if start.resume and not start.score_only and source != action.worker:
+                self.moves.append(
+                    Move(
+                        trajectory=start.trajectory,
+                        attempt=start.attempt,
+                        seed=start.seed,
+                        source=source,
+                        destination=action.worker,
+                        held=(replicas[source].version, replicas[action.worker].version),
+                        started_under=action.version,
+                        num_flushed=self._flushed[start.trajectory, start.attempt - 1],
+                    )
+                )
+
+
+def _events(run: Run) -> Iterator[events.AnyEvent]:
+    for (body,) in run.query("SELECT body FROM events ORDER BY boot, seq"):
+        yield msgspec.msgpack.decode(body, type=events.AnyEvent)
+
+
+def _is_free(state: State, worker: WorkerId) -> bool:
+    replica = state.replicas.get(worker)
+    return replica is not None and not replica.leaving and not replica.num_generating
+
+
+def _freed(state: State, worker: WorkerId, held: Version | None, taken: list[actions.AnyAction]) -> Freed:
+    newest = versions.newest(state)
+    assert newest is not None
+    pulled = [a.version for a in taken if isinstance(a, actions.PullWeights) and a.worker == worker]
+    return Freed(worker, held, newest.version, pulled[0] if pulled else None, None)
+
+
+class Part(NamedTuple):
+    """Consecutive response tokens that one report of one attempt brought."""
+
+    attempt: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Tokens(NamedTuple):
+    """All tokens of a run, as they came."""
+
+    prompts: dict[int, list[int]]
+    """By group."""
+    responses: dict[int, list[Part]]
+    """By trajectory."""
+
+
+def keep_tokens(run: Run) -> Path:
+    """A second link to the run's first token segment, which short runs never fill."""
+    segment = run.path / "tokens" / "0001-000001.seg"
+    run.until(segment.exists)
+    kept = run.path.with_suffix(".seg")
+    os.link(segment, kept)
+    return kept
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Everything in a segment."""
+    tokens = Tokens({}, {})
+    for entry in read_segment(path):
+        ids = array("i", entry.tokens).tolist()
+        if entry.group:
+            tokens.prompts[entry.group] = ids
+        else:
+            part = Part(entry.attempt, entry.start, ids, array("f", entry.logprobs).tolist())
+            tokens.responses.setdefault(entry.trajectory, []).append(part)
+    return tokens

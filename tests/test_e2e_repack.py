@@ -1,0 +1,214 @@
+"""Repacking in a real run: what moves, what it is made of afterwards, and what the emptied replicas do."""
+
+import asyncio
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from e2e import QUICKSTART, Run, hosts_file, ledger_is_closed
+from e2e_replay import Freed, Move, Part, Replay, Tokens, keep_tokens, read_tokens
+
+from laminar import configfile
+from laminar.config import Config
+from laminar.ids import Version
+from laminar.rl import packing
+from laminar.workers.engines.embedded import EmbeddedEngine
+from laminar.workers.rollout.requests import Requests
+from laminar.workers.rollout.text import TextCodec
+from laminar.workers.trainer.model import Policy, load_model
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS_MAX = 80  # far more than it takes: the run is stopped when enough has happened
+LOOK_EVERY = 10  # steps
+MOVES_MIN = 10
+LONG_TAILS = (
+    f"run.steps={STEPS_MAX}",
+    "rollout.max_tokens=100",
+    "rollout.length_floor_median=12",
+    "rollout.length_floor_p99=90",
+    "rollout.local_batch_groups=4",
+    "trainer.batch_prompts=6",
+    "buffer.max_groups=8",  # two local batches: the replicas begin them at about the same time, under one version
+    "repack.interval_s=0.2",
+)
+TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by two programs
+
+
+class Finished(NamedTuple):
+    """A run and what is left of it."""
+
+    run: Run
+    replay: Replay
+    tokens: Tokens
+    config: Config
+
+    def weights(self, version: Version) -> Path:
+        """A Hugging Face directory with this version's weights."""
+        return self.run.path / "checkpoints" / f"step-{version.step}" / "hf" if version.step else QUICKSTART / "model"
+
+    def moved(self) -> dict[int, Move]:
+        """The last move of each trajectory that moved and was trained on."""
+        trained = dict(self.run.query("SELECT id, 1 FROM trajectories WHERE trained_at IS NOT NULL"))
+        return {move.trajectory: move for move in self.replay.moves if move.trajectory in trained}
+
+    def prompt(self, trajectory: int) -> list[int]:
+        [(group,)] = self.run.query("SELECT group_id FROM trajectories WHERE id = ?", trajectory)
+        return self.tokens.prompts[group]
+
+    def response(self, trajectory: int) -> list[int]:
+        return [token for part in self.tokens.responses[trajectory] for token in part.tokens]
+
+    def logprobs(self, trajectory: int) -> list[float]:
+        return [logprob for part in self.tokens.responses[trajectory] for logprob in part.logprobs]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run that was stopped when enough had moved. Every version's weights are kept, and they differ much."""
+    directory = tmp_path_factory.mktemp("repack")
+    weights = ("trainer.lr=1e-3", "trainer.checkpoint_every=1", f"trainer.keep_last={STEPS_MAX}")
+    hosts = hosts_file(directory, replicas=2)
+    with Run.start(directory, hosts, *LONG_TAILS, *weights, config="longtail.toml") as run:
+        kept = keep_tokens(run)
+        for step in range(LOOK_EVERY, STEPS_MAX, LOOK_EVERY):
+            run.until_said(rf"^step {step}/")
+            if _is_enough(Replay(run)):
+                break
+        run.signal(signal.SIGINT)
+        assert run.wait() == 0, run.output
+    return Finished(run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []))
+
+
+def _is_enough(replay: Replay) -> bool:
+    return len(replay.moves) >= MOVES_MIN and any(freed.held != freed.newest for freed in replay.freed)
+
+
+def test_a_run_with_long_tails_moves_trajectories(finished: Finished) -> None:
+    assert len(finished.replay.moves) >= MOVES_MIN, finished.run.output
+    assert finished.run.until_said(rf"^repack +{finished.replay.core.state.repack.num_moves} moves from [1-9]")
+    assert ledger_is_closed(finished.run.output)
+    assert finished.run.num_dropped().keys() <= {"stopped"}
+
+
+def test_a_move_keeps_every_token_once(finished: Finished) -> None:
+    assert finished.moved()
+    for move in finished.moved().values():
+        parts = finished.tokens.responses[move.trajectory]
+        before = _ids(part for part in parts if part.attempt < move.attempt)
+        after = [part for part in parts if part.attempt >= move.attempt]
+        assert len(before) == move.num_flushed > 0
+        assert after[0].start == move.num_flushed
+        query = "SELECT num_tokens, attempt FROM trajectories WHERE id = ?"
+        trained = (len(_ids(parts)), move.attempt)
+        assert finished.run.query(query, move.trajectory) == [trained]
+
+
+def _ids(parts: Iterable[Part]) -> list[int]:
+    return [token for part in parts for token in part.tokens]
+
+
+async def test_what_moved_is_what_one_replica_would_have_generated_alone(finished: Finished) -> None:
+    """Each token is a function of seed, position and weights: a token lost, doubled or changed would change all after it."""
+    same = [
+        alone == finished.response(trajectory)
+        for version in _versions(finished)
+        for trajectory, alone in (await _generate(finished, version)).items()
+    ]
+    # A draw that falls on the edge of two tokens may go either way in a batch of another shape.
+    assert same.count(False) <= len(same) // 10, same
+
+
+async def _generate(finished: Finished, version: Version) -> dict[int, list[int]]:
+    """The moved trajectories of a version, each from its prompt by one engine."""
+    engine = EmbeddedEngine(str(finished.weights(version)), num_requests_max=128, dtype="float32")
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    await engine.start(ended.put_nowait)
+    try:
+        codec = TextCodec(finished.config.model.path)
+        requests = Requests(engine, finished.config.rollout, codec.stop_ids)
+        moves = [move for move in finished.moved().values() if move.started_under == version]
+        keys = {requests.sample(finished.prompt(m.trajectory), [], m.seed): m.trajectory for m in moves}
+        async with asyncio.timeout(60):
+            for _ in keys:
+                await ended.get()
+        return {keys[output.key]: output.tokens for output in engine.drain()}
+    finally:
+        await engine.stop()
+
+
+def _versions(finished: Finished) -> list[Version]:
+    return sorted({move.started_under for move in finished.moved().values()})
+
+
+def test_the_version_of_what_moves_never_changes(finished: Finished) -> None:
+    versions = dict(finished.run.query("SELECT id, behavior_version FROM trajectories"))
+    for move in finished.replay.moves:
+        assert move.held == (move.started_under, move.started_under)
+        assert versions[move.trajectory] == str(move.started_under)
+
+
+def test_the_trainer_recomputes_the_log_probs_of_what_moved(finished: Finished) -> None:
+    live = finished.run.query("SELECT max(value) FROM metrics WHERE name = 'mismatch/logprob_abs_diff_max'")
+    assert 0 < live[0][0] < TOLERANCE
+    for version in _versions(finished):
+        moved = [move for move in finished.moved().values() if move.started_under == version]
+        assert _largest_difference(finished, version, moved) < TOLERANCE
+
+
+def test_the_log_probs_would_tell_other_weights_and_a_lost_token(finished: Finished) -> None:
+    move = max(finished.moved().values(), key=lambda move: len(finished.response(move.trajectory)) - move.num_flushed)
+    step = move.started_under.step
+    other = Version(step - 1 if step else 1, 0)
+    assert _largest_difference(finished, other, [move]) > TOLERANCE
+    assert _largest_difference(finished, move.started_under, [move], without=move.num_flushed - 1) > TOLERANCE
+
+
+def _largest_difference(finished: Finished, version: Version, moves: list[Move], without: int | None = None) -> float:
+    """Between the rollouts' log-probs and those of the trainer's own program under `version`; `without` a token at a position."""
+    rows = {row: _row(finished, move.trajectory, without) for row, move in enumerate(moves)}
+    policy = Policy(load_model(str(finished.weights(version))), temperature=1.0, device=torch.device("cpu"))
+    batch = packing.collate(tuple((row,) for row in rows), rows)
+    return float((policy.frozen_logprobs(batch) - batch.logprobs).abs().max())
+
+
+def _row(finished: Finished, trajectory: int, without: int | None) -> packing.Tokens:
+    gone = [] if without is None else [without]
+    response = np.delete(np.array(finished.response(trajectory), np.int32), gone)
+    logprobs = np.delete(np.array(finished.logprobs(trajectory), np.float32), gone)
+    prompt = np.array(finished.prompt(trajectory), np.int32)
+    return packing.Tokens(prompt, response, logprobs, np.ones(len(response), bool))
+
+
+def test_an_emptied_replica_pulls_the_newest_version_at_once(finished: Finished) -> None:
+    behind = [freed for freed in finished.replay.freed if freed.held != freed.newest]
+    assert behind, finished.replay.freed
+    for freed in behind:
+        _check_pull(freed)
+
+
+def _check_pull(freed: Freed) -> None:
+    assert freed.pulled == freed.newest
+    assert freed.then is not None
+    assert freed.then.version == freed.newest
+    assert type(freed.then).__name__ == "ReplicaRefreshed"
+
+
+def test_a_continuous_fleet_drains_and_each_trajectory_keeps_its_version(tmp_path: Path) -> None:
+    """The learning rate is 0: every version has the same values, so the trainer's log-probs must be those of all rollouts."""
+    overrides = ("run.steps=10", "rollout.refresh_policy=continuous", "trainer.lr=0", "repack.interval_s=0.1")
+    with Run.start(tmp_path, hosts_file(tmp_path, replicas=2), *overrides, config="longtail.toml") as run:
+        assert run.wait() == 0, run.output
+    assert ledger_is_closed(run.output)
+    replay = Replay(run)
+    assert replay.num_split_fleet > 0
+    assert all(move.held == (move.started_under, move.started_under) for move in replay.moves)
+    for freed in replay.freed:
+        assert freed.held == freed.newest or freed.pulled == freed.newest
+    assert run.query("SELECT count(*) > 4 FROM events WHERE kind = 'ReplicaRefreshed'") == [(1,)]
+    [(ratio,)] = run.query("SELECT max(value) FROM metrics WHERE name = 'importance_ratio/max'")
+    assert abs(ratio - 1) < TOLERANCE

@@ -121,13 +121,20 @@ def test_a_grid_goes_on_where_it_was(tmp_path, one_point, capsys):
 def test_the_grid_is_printed_beside_the_papers_speedups():
     rows = [
         {"key": f"{system}/72B/1024/math", "model": "72B", "gpus": 1024, "workload": "math", "system": system,
-         "throughput_tokens_per_s": rate}
-        for system, rate in zip(grid.SYSTEMS, (8e4, 9e4, 2e4, 4e4, 5e4, 8e4), strict=True)
+         "throughput_tokens_per_s": rate, "fresh_tokens_per_s": rate / (1 + staleness), "s_train_mean": staleness,
+         "s_train_max": staleness, "split": "768/256"}
+        for system, rate, staleness in zip(
+            grid.SYSTEMS, (8e4, 9e4, 2e4, 4e4, 5e4, 8e4), (1, 2, 0, 1, 0, 4), strict=True
+        )
     ]  # fmt: skip
     text = grid.table(rows)
     assert "mean speedup, math sync: 4.00x, largest 4.00x; paper 2.56x" in text
     assert "mean speedup, math partial: 1.00x, largest 1.00x; paper 1.39x" in text
     assert "speedup over sync, math 72B 1024: 4.00x; paper 5.48x" in text
+    _, fresh, staleness = text.split("\n\n")
+    assert "16.0 (2.50x)" in fresh, "partial: 80 k tokens/s, a fifth of them fresh"
+    assert "paper" not in fresh
+    assert "4.0/4 768/256" in staleness
 
 
 def test_a_grid_of_other_constants_is_not_mixed_in(tmp_path, one_point):

@@ -1,23 +1,27 @@
 """Other systems in the same world with the same costs: docs/sim/baselines.md.
 
 They run the same simulated engines on the same draws; what differs is when a batch begins, what an update waits for, and what a
-weight update costs generation. Each returns tokens per second as the paper counts them.
+weight update costs generation. Each returns tokens per second as the paper counts them, and the staleness of what it trained.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, TrajectoryId, Version, derive_seed
 from laminar.sim.cluster import HARDWARE, MODELS, Cluster
+from laminar.sim.freshness import Pace
 from laminar.sim.replica import Replica, Request
 from laminar.sim.workload import Workload
 
 BASELINE_STREAM = 79
 MINI_BATCHES = 16  # updates of one iteration, as in the paper
-SPLIT_PARTS = range(4, 13, 2)  # sixteenths of the GPUs given to rollouts: each system gets its best
-SPEEDUP_BATCHES = 2
+SPLIT_PARTS, SPLIT_SIXTEENTHS = range(4, 13, 2), 16  # parts of the GPUs given to rollouts: each system gets its best
+SEARCH_WARMUP, SEARCH_MEASURED = (
+    4,
+    2,
+)  # updates of partial rollout to compare splits; with 2 the pipeline is still filling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +33,11 @@ class Job:
     seed: int = 0
     batch_groups: int = 512
     group_size: int = 16
-    num_batches: int = SPEEDUP_BATCHES
-    """Averaged over so many batches (partial rollout: after as many for warming up)."""
+    num_batches: int = 2
+    """Systems that work batch by batch: averaged over so many. They have nothing to warm up, and the longest response decides."""
+    warmup: int = 10
+    num_measured: int = 5
+    """Updates of partial rollout, which begins with an empty pipeline: the paper's protocol, as for Laminar."""
 
     @property
     def batch(self) -> int:
@@ -78,7 +85,12 @@ def _drain(replica: Replica) -> Iterator[tuple[float, Request]]:
             yield now, request
 
 
-def synchronous(job: Job) -> float:
+def _batchwise(job: Job, rate: float, staleness: int) -> Pace:
+    """A system whose every trajectory is equally stale."""
+    return Pace(tokens_per_s=rate, staleness={staleness: job.num_batches * job.batch})
+
+
+def synchronous(job: Job) -> Pace:
     """All GPUs generate a batch, then all train on it."""
     gpus = job.cluster.train_gpus + job.cluster.rollout_gpus
     seconds = tokens = 0.0
@@ -87,10 +99,10 @@ def synchronous(job: Job) -> float:
         num = sum(row[1] for row in ended)
         seconds += ended[-1][0] + job.cluster.train_s(num, gpus) + job.cluster.global_sync_s()
         tokens += num
-    return tokens / seconds
+    return _batchwise(job, tokens / seconds, staleness=0)
 
 
-def one_step(job: Job) -> float:
+def one_step(job: Job) -> Pace:
     """A batch is generated while the trainer works on the one before; both wait for each other."""
     seconds = tokens = 0.0
     for batch in range(job.num_batches):
@@ -98,10 +110,10 @@ def one_step(job: Job) -> float:
         num = sum(row[1] for row in ended)
         seconds += max(ended[-1][0], job.cluster.train_s(num)) + job.cluster.global_sync_s()
         tokens += num
-    return tokens / seconds
+    return _batchwise(job, tokens / seconds, staleness=1)
 
 
-def stream(job: Job) -> float:
+def stream(job: Job) -> Pace:
     """Mini-batches train as soon as they are complete; the next batch begins with the weights of all of them."""
     seconds = tokens = 0.0
     for batch in range(job.num_batches):
@@ -111,59 +123,80 @@ def stream(job: Job) -> float:
             end = max(end, rows[-1][0]) + job.cluster.train_s(sum(row[1] for row in rows))
         seconds += end + job.cluster.global_sync_s()
         tokens += sum(row[1] for row in ended)
-    return tokens / seconds
+    return _batchwise(job, tokens / seconds, staleness=0)
 
 
-def partial_rollout(job: Job) -> float:
-    """Generation never ends; every update interrupts all replicas, which then compute their KV caches again."""
-    share = max(job.group_size, min(job.cluster.num_requests_max, -(-job.batch // job.cluster.num_replicas)))
-    pool = _Pool(job, share)
-    updates: list[tuple[float, int]] = []
-    trainer_free_at = 0.0
-    for _ in range(2 * job.num_batches):
-        complete_at, num = pool.take_batch(updates_at=trainer_free_at)
-        trainer_free_at = max(complete_at, trainer_free_at) + job.cluster.train_s(num)
-        updates.append((trainer_free_at, num))
-    first = updates[job.num_batches - 1][0]
-    return sum(num for _, num in updates[job.num_batches :]) / (updates[-1][0] - first)
+def partial_rollout(job: Job) -> Pace:
+    """Generation never ends; every update interrupts all replicas, which then compute their KV caches again. The trainer takes part
+    in the synchronisation before it goes on."""
+    pool = _Pool(job)
+    updated_at, free_at = 0.0, 0.0
+    begun_at, num_tokens = 0.0, 0
+    staleness: dict[int, float] = {}
+    for step in range(job.warmup + job.num_measured):
+        if step == job.warmup:
+            begun_at = updated_at
+        batch = pool.take_batch(updated_at)
+        tokens = sum(group.num_tokens for group in batch)
+        updated_at = max(batch[-1].ended_at, free_at) + job.cluster.train_s(tokens)
+        free_at = updated_at + job.cluster.global_sync_s()
+        if step >= job.warmup:
+            num_tokens += tokens
+            for version, share in (pair for group in batch for pair in group.versions.items()):
+                staleness[step - version] = staleness.get(step - version, 0.0) + share
+    return Pace(tokens_per_s=num_tokens / (updated_at - begun_at), staleness=staleness)
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Siblings that have ended."""
+
+    num_ended: int = 0
+    ended_at: float = 0.0
+    """The last of them."""
+    num_tokens: int = 0
+    versions: dict[int, float] = field(default_factory=dict)
+    """Trajectories by the version of their tokens; one of several versions counts to each by its share of tokens."""
 
 
 class _Pool:
     """Replicas that are refilled as trajectories complete, at most a batch ahead of the trainer."""
 
-    def __init__(self, job: Job, share: int) -> None:
-        self.job, self.number = job, 0
+    def __init__(self, job: Job) -> None:
+        self.job, self.number, self.version = job, 0, 0
         self.replicas = [Replica(job.cluster) for _ in range(job.cluster.num_replicas)]
-        self.ready: list[tuple[float, int]] = []
-        """(complete at, tokens) of whole groups: a group trains when its last sibling has ended."""
-        self.open: dict[int, tuple[int, int]] = {}
-        """Group -> (siblings that have ended, their tokens)."""
+        self.ready: list[_Group] = []
+        """Whole groups, as they ended: a group trains when its last sibling has ended."""
+        self.open: dict[int, _Group] = {}
+        self.cuts: dict[TrajectoryId, list[tuple[int, int]]] = {}
+        """(version, response tokens when it was replaced) of what was interrupted."""
         self.held: list[int] = []
         """Replicas, once per request that they may not start yet."""
-        for index in range(share * len(self.replicas)):
+        share = -(-job.batch // job.cluster.num_replicas)
+        for index in range(max(job.group_size, min(job.cluster.num_requests_max, share)) * len(self.replicas)):
             self._start(index // job.group_size % len(self.replicas), 0.0)
         self.heap = [(replica.wake_at, index) for index, replica in enumerate(self.replicas)]
         heapify(self.heap)
 
-    def take_batch(self, updates_at: float) -> tuple[float, int]:
-        """When the next batch is complete, and its tokens. An update at `updates_at` interrupts everyone on the way."""
-        interrupted = updates_at <= 0.0
+    def take_batch(self, updated_at: float) -> list[_Group]:
+        """The next batch, as soon as it is complete. An update at `updated_at` interrupts everyone on the way."""
+        interrupted = updated_at <= 0.0
         while len(self.ready) < self.job.batch_groups or not interrupted:
             now, index = heappop(self.heap)
-            if not interrupted and now >= updates_at:
+            if not interrupted and now >= updated_at:
                 heappush(self.heap, (now, index))
-                self._interrupt(updates_at)
+                self._interrupt(updated_at)
                 interrupted = True
                 continue
             if now == self.replicas[index].wake_at:
                 self._turn(index, now)
         batch, self.ready = self.ready[: self.job.batch_groups], self.ready[self.job.batch_groups :]
-        now = max(batch[-1][0], updates_at)
+        now = max(batch[-1].ended_at, updated_at)
         held, self.held = self.held, []
         for index in held:
             self._start(index, now)
             heappush(self.heap, (self.replicas[index].wake_at, index))
-        return batch[-1][0], sum(row[1] for row in batch)
+        return batch
 
     def _turn(self, index: int, now: float) -> None:
         replica = self.replicas[index]
@@ -176,12 +209,15 @@ class _Pool:
         heappush(self.heap, (replica.wake_at, index))
 
     def _end(self, request: Request, now: float) -> None:
-        num, tokens = self.open.pop(request.group, (0, 0))
-        ended = (num + 1, tokens + self.job.tokens(request))
-        if ended[0] == self.job.group_size:
-            self.ready.append((now, ended[1]))
-        else:
-            self.open[request.group] = ended
+        group = self.open.setdefault(request.group, _Group())
+        group.num_ended, group.ended_at = group.num_ended + 1, now
+        group.num_tokens += self.job.tokens(request)
+        done, total = 0, request.draw.num_tokens
+        for version, length in [*self.cuts.pop(request.trajectory, ()), (self.version, total)]:
+            group.versions[version] = group.versions.get(version, 0.0) + (length - done) / total
+            done = length
+        if group.num_ended == self.job.group_size:
+            self.ready.append(self.open.pop(request.group))
 
     def _start(self, index: int, now: float) -> None:
         self.replicas[index].submit(now, self.job.request(self.number, now))
@@ -190,11 +226,14 @@ class _Pool:
     def _interrupt(self, now: float) -> None:
         for replica in self.replicas:
             replica.rebuild(now, self.job.cluster.global_sync_s())
+            for request in replica.requests.values():
+                self.cuts.setdefault(request.trajectory, []).append((self.version, replica.length(request)))
+        self.version += 1
         self.heap = [(replica.wake_at, index) for index, replica in enumerate(self.replicas)]
         heapify(self.heap)
 
 
-BASELINES: dict[str, Callable[[Job], float]] = {
+BASELINES: dict[str, Callable[[Job], Pace]] = {
     "sync": synchronous,
     "one-step": one_step,
     "stream": stream,
@@ -202,21 +241,43 @@ BASELINES: dict[str, Callable[[Job], float]] = {
 }
 
 
-def best(name: str, model: str, hardware: str, gpus: int, workload: Workload, seed: int) -> tuple[float, str]:
-    """Tokens per second of a baseline at its best split, and that split. Raises ConfigError if none is possible."""
-    found: list[tuple[float, str]] = []
-    parallel = MODELS[model].tensor_parallel
-    for part in SPLIT_PARTS:
-        rollout = gpus if name == "sync" else gpus * part // 16 // parallel * parallel
-        if not 0 < rollout <= gpus - (name != "sync"):
-            continue
-        cluster = Cluster(
-            hardware=HARDWARE[hardware], model=MODELS[model], train_gpus=gpus - rollout, rollout_gpus=rollout
-        )
-        rate = BASELINES[name](Job(cluster=cluster, workload=workload, seed=seed))
-        found.append((rate, "colocated" if name == "sync" else f"{gpus - rollout}/{rollout}"))
-        if name == "sync":
-            break
-    if not found:
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A baseline at a split."""
+
+    pace: Pace
+    split: str
+
+
+def place(
+    name: str, model: str, hardware: str, gpus: int, workload: Workload, seed: int, split: tuple[int, int] | None = None
+) -> Placed:
+    """A baseline at `split`, train/rollout GPUs, or at its best one. Raises ConfigError if none is possible."""
+    splits = [split] if split else _splits(name, gpus, MODELS[model].tensor_parallel)
+    if not splits:
         raise ConfigError(f"--gpus {gpus}: no split leaves a trainer and one replica of {model}")
-    return max(found)
+    jobs = [
+        Job(
+            cluster=Cluster(hardware=HARDWARE[hardware], model=MODELS[model], train_gpus=train, rollout_gpus=rollout),
+            workload=workload,
+            seed=seed,
+        )
+        for train, rollout in splits
+    ]
+    system = BASELINES[name]
+    chosen = (
+        jobs[0]
+        if len(jobs) == 1
+        else max(
+            jobs, key=lambda job: system(replace(job, warmup=SEARCH_WARMUP, num_measured=SEARCH_MEASURED)).tokens_per_s
+        )
+    )
+    split_of = "colocated" if name == "sync" else f"{chosen.cluster.train_gpus}/{chosen.cluster.rollout_gpus}"
+    return Placed(pace=system(chosen), split=split_of)
+
+
+def _splits(name: str, gpus: int, parallel: int) -> list[tuple[int, int]]:
+    if name == "sync":
+        return [(0, gpus)] if gpus >= parallel else []
+    found = [gpus * part // SPLIT_SIXTEENTHS // parallel * parallel for part in SPLIT_PARTS]
+    return [(gpus - rollout, rollout) for rollout in found if 0 < rollout < gpus]

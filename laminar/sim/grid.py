@@ -9,8 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,15 +17,24 @@ from typing import Any
 from laminar.errors import ConfigError
 from laminar.sim import baselines
 from laminar.sim.cluster import HARDWARE, MODELS, Software
+from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.scenario import Scenario, optimized, simulate
-from laminar.sim.workload import WORKLOADS, Workload
+from laminar.sim.workload import WORKLOADS
 
 GPUS = (64, 128, 256, 512, 1024)
 SYSTEMS = ("laminar", "laminar-continuous", "sync", "one-step", "stream", "partial")
-PAPER_SPLITS = {("72B", 1024): (768, 256), ("32B", 128): (64, 64)}
-"""Placements that the paper states for Laminar; elsewhere the best of a few, searched with the batch policy."""
+PAPER_SPLITS = {
+    ("laminar", "72B", 1024): (768, 256),
+    ("laminar-continuous", "72B", 1024): (768, 256),
+    ("one-step", "72B", 1024): (256, 768),
+    ("stream", "72B", 1024): (256, 768),
+    ("partial", "72B", 1024): (640, 384),
+}
+"""Placements (train, rollout) that the paper states; elsewhere each system gets the best of a few."""
 PAPER_SPEEDUPS = {"sync": 2.56, "one-step": 1.98, "stream": 1.93, "partial": 1.39}
 """Mean over the grid, math workload."""
+PAPER_TOOL = 2.62
+"""Mean over the grid and the baselines, tool workload."""
 PAPER_LARGEST = ("math", "72B", 1024, 5.48)
 """Its largest speedup, over the synchronous system."""
 
@@ -102,41 +110,82 @@ def _read(path: Path, mark: str) -> list[dict[str, Any]]:
 def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
     workload = WORKLOADS[point.workload]
     name = {"system": point.system, "model": point.model, "gpus": point.gpus, "workload": point.workload}
+    split = PAPER_SPLITS.get((point.system, point.model, point.gpus))
     if not point.system.startswith("laminar"):
-        rate, split = baselines.best(point.system, point.model, hardware, point.gpus, workload, seed)
-        return name | {"throughput_tokens_per_s": rate, "split": split}
+        found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
+        rate = {"throughput_tokens_per_s": found.pace.tokens_per_s}
+        return name | rate | found.pace.report() | {"split": found.split}
     policy = "continuous" if point.system == "laminar-continuous" else "batch"
-    chosen = replace(_placed(point.model, point.gpus, workload, hardware, seed), policy=policy)
-    _, found = simulate(chosen)
-    return found | name
-
-
-@lru_cache(maxsize=8)
-def _placed(model: str, gpus: int, workload: Workload, hardware: str, seed: int) -> Scenario:
-    """Laminar's scenario at the paper's placement, or at the best one found; both policies use the same."""
-    split = PAPER_SPLITS.get((model, gpus))
-    scenario = Scenario(model=model, hardware=hardware, gpus=gpus, split=split, workload=workload, seed=seed)
-    return scenario if split else optimized(scenario)
+    scenario = Scenario(
+        model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed, policy=policy
+    )
+    return simulate(scenario if split else optimized(scenario))[1] | name
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Throughputs in thousands of tokens per second, and the speedups of `laminar` over the others beside the paper's."""
-    cells = {row["key"]: row for row in rows}
-    heads = list(dict.fromkeys((row["workload"], row["model"], row["gpus"]) for row in rows))
-    lines = [f"{'':18}" + "".join(f"{system:>20}" for system in SYSTEMS)]
-    ratios: dict[str, list[float]] = {}
-    for workload, model, gpus in sorted(heads, key=lambda head: (head[0], list(MODELS).index(head[1]), head[2])):
-        own = {s: cells[f"{s}/{model}/{gpus}/{workload}"]["throughput_tokens_per_s"] for s in SYSTEMS}
+    """Throughput and fresh throughput of all systems, and the speedups of `laminar` beside the paper's."""
+    parts = [
+        _block(rows, "throughput_tokens_per_s", "throughput, thousands of tokens/s (laminar's speedup)"),
+        _block(
+            rows, "fresh_tokens_per_s", f"fresh throughput, the same; half-life {HALF_LIFE:g} versions, an assumption"
+        ),
+        _staleness(rows),
+    ]
+    return "\n\n".join(parts)
+
+
+def _block(rows: list[dict[str, Any]], field: str, title: str) -> str:
+    cells = {row["key"]: float(row[field]) for row in rows}
+    heads = _heads(rows)
+    lines = [title, f"{'':18}" + "".join(f"{system:>20}" for system in SYSTEMS)]
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for workload, model, gpus in heads:
+        own = {s: cells[f"{s}/{model}/{gpus}/{workload}"] for s in SYSTEMS}
         cell = "".join(f"{own[s] / 1e3:>12.1f} ({own['laminar'] / own[s]:4.2f}x)" for s in SYSTEMS)
         lines.append(f"{workload:5}{model:>5}{gpus:>6}  {cell}")
         for system in SYSTEMS:
-            ratios.setdefault(f"{workload} {system}", []).append(own["laminar"] / own[system])
-    for key, values in sorted(ratios.items()):
-        paper = PAPER_SPEEDUPS.get(key.partition(" ")[2]) if key.startswith("math") else None
-        beside = f"; paper {paper}x" if paper else ""
-        lines.append(f"mean speedup, {key}: {mean(values):.2f}x, largest {max(values):.2f}x{beside}")
+            ratios.setdefault((workload, system), []).append(own["laminar"] / own[system])
+    paper = field == "throughput_tokens_per_s"
+    lines += [_mean_line(workload, system, values, paper) for (workload, system), values in sorted(ratios.items())]
+    if paper:
+        lines += _paper_lines(cells, heads, ratios)
+    return "\n".join(lines)
+
+
+def _heads(rows: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
+    heads = dict.fromkeys((row["workload"], row["model"], row["gpus"]) for row in rows)
+    return sorted(heads, key=lambda head: (head[0], list(MODELS).index(head[1]), head[2]))
+
+
+def _mean_line(workload: str, system: str, values: list[float], paper: bool) -> str:
+    stated = PAPER_SPEEDUPS.get(system) if paper and workload == "math" else None
+    beside = f"; paper {stated}x" if stated else ""
+    return f"mean speedup, {workload} {system}: {mean(values):.2f}x, largest {max(values):.2f}x{beside}"
+
+
+def _paper_lines(
+    cells: dict[str, float], heads: list[tuple[str, str, int]], ratios: dict[tuple[str, str], list[float]]
+) -> list[str]:
+    """The figures that the paper states for more than one system, or for one point."""
+    lines = []
+    over_all = [value for (workload, system), values in ratios.items() for value in values
+                if workload == "tool" and system in PAPER_SPEEDUPS]  # fmt: skip
+    if over_all:
+        lines.append(f"mean speedup, tool, over the baselines: {mean(over_all):.2f}x; paper {PAPER_TOOL}x")
     workload, model, gpus, largest = PAPER_LARGEST
     if (workload, model, gpus) in heads:
-        rates = [cells[f"{s}/{model}/{gpus}/{workload}"]["throughput_tokens_per_s"] for s in ("laminar", "sync")]
-        lines.append(f"speedup over sync, {workload} {model} {gpus}: {rates[0] / rates[1]:.2f}x; paper {largest}x")
+        own, sync = (cells[f"{s}/{model}/{gpus}/{workload}"] for s in ("laminar", "sync"))
+        lines.append(f"speedup over sync, {workload} {model} {gpus}: {own / sync:.2f}x; paper {largest}x")
+    return lines
+
+
+def _staleness(rows: list[dict[str, Any]]) -> str:
+    cells = {row["key"]: row for row in rows}
+    lines = ["s_train, versions, mean/max; split", f"{'':18}" + "".join(f"{system:>20}" for system in SYSTEMS)]
+    for workload, model, gpus in _heads(rows):
+        own = [cells[f"{s}/{model}/{gpus}/{workload}"] for s in SYSTEMS]
+        texts = [
+            f"{row['s_train_mean']:.1f}/{row['s_train_max']} {row['split'].replace('colocated', '')}" for row in own
+        ]
+        lines.append(f"{workload:5}{model:>5}{gpus:>6}  " + "".join(f"{text:>20}" for text in texts))
     return "\n".join(lines)

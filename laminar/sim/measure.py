@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from laminar.sim.freshness import Pace
+
 
 @dataclass(kw_only=True)
 class Iteration:
@@ -59,8 +61,9 @@ class Measures:
         seconds = end.at - begin.at
         latencies = sorted(value for at, value in self.latencies if begin.at < at <= end.at)
         kv_use = [share for at, share in self.kv_use if begin.at < at <= end.at]
-        return {
-            "throughput_tokens_per_s": sum(i.num_tokens for i in window) / seconds,
+        throughput = sum(i.num_tokens for i in window) / seconds
+        found = {
+            "throughput_tokens_per_s": throughput,
             "generation_tokens_per_s": (end.num_generated - begin.num_generated) / seconds,
             "iteration_s": seconds / len(window),
             "kv_use": mean(kv_use) if kv_use else 0.0,
@@ -69,12 +72,14 @@ class Measures:
             "latency_max_s": latencies[-1] if latencies else 0.0,
             "s_gen_mean": _mean(self.s_gen),
             "s_gen_max": max(self.s_gen, default=0),
-            "s_train_mean": _mean(self.s_train),
-            "s_train_max": max(self.s_train, default=0),
+            "s_gen": {str(s): self.s_gen[s] for s in sorted(self.s_gen)},
+            "residence": {str(s): self.residence[s] for s in sorted(self.residence)},
             "buffered_groups_mean": mean([n for at, n in self.buffered if begin.at < at <= end.at] or [0]),
             "pull_wait_mean_s": mean(self.waits_s) if self.waits_s else 0.0,
             "virtual_s": end.at,
         }
+        trained = Pace(tokens_per_s=throughput, staleness=self.s_train)
+        return found | trained.report() if self.s_train else found
 
 
 def _mean(counts: Counter[int]) -> float:

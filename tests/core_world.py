@@ -45,12 +45,12 @@ class Driver:
     def all(self, kind: type) -> list[Any]:
         return [action for action in self.actions if isinstance(action, kind)]
 
-    def join(self, name: str, incarnation: int = 1, requests: int = 64) -> list[actions.AnyAction]:
+    def join(self, name: str, incarnation: int = 1, requests: int = 64, host: str = "h") -> list[actions.AnyAction]:
         return self.send(
             events.ReplicaJoined(
                 worker=WorkerId(name),
                 incarnation=incarnation,
-                host="h",
+                host=host,
                 num_requests_max=requests,
                 kv_tokens_max=10_000,
             )
@@ -68,6 +68,13 @@ class Driver:
             self.join(replica)
             self.refreshed(replica)
 
+    def relay(self, name: str, incarnation: int = 1, host: str = "", rack: str = "") -> list[actions.AnyAction]:
+        return self.send(events.RelayJoined(worker=WorkerId(name), incarnation=incarnation, host=host, rack=rack))
+
+    def held(self, relay: str, version: Version) -> list[actions.AnyAction]:
+        """Another relay has received the version."""
+        return self.send(events.VersionHeld(worker=WorkerId(relay), version=version, digest=f"d{version}"))
+
     def rank(self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0) -> list[actions.AnyAction]:
         return self.send(
             events.TrainerRankReady(
@@ -83,7 +90,7 @@ class Driver:
         """Default: the present incarnation."""
         state = self.core.state
         if incarnation is None:
-            replica = state.replicas.get(WorkerId(name))
+            replica = state.replicas.get(WorkerId(name)) or state.relays.get(WorkerId(name))
             incarnation = replica.incarnation if replica else state.trainer.ranks.get(WorkerId(name), 1)
         return self.send(events.WorkerLost(worker=WorkerId(name), incarnation=incarnation, reason="killed"))
 
@@ -106,6 +113,10 @@ class Driver:
 
     def ready(self, version: Version) -> list[actions.AnyAction]:
         return self.send(events.VersionReady(version=version, digest=f"d{version}", num_bytes=1))
+
+    def dropped(self, version: Version, relay: str = "relay-0") -> list[actions.AnyAction]:
+        """The relay has recycled the slot of the version."""
+        return self.send(events.VersionDropped(worker=WorkerId(relay), version=version))
 
     def refreshed(self, name: str) -> list[actions.AnyAction]:
         target = self.core.state.replicas[WorkerId(name)].target

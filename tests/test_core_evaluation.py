@@ -114,6 +114,7 @@ def test_without_a_holder_the_evaluation_is_of_the_newest_version():
     driver.ready(Version(1, 0))
     driver.complete_all("r1")
     driver.refreshed("r1")
+    driver.dropped(Version(0, 0))
     driver.lost("r0")
     assert asked(driver.actions)[-1] == ("r1", 1, Version(1, 0))
 

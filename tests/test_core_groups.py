@@ -285,6 +285,7 @@ def one_group_on_v0_others_on_v1(**changes) -> tuple[Driver, list[int]]:
 
 def test_without_a_replica_of_its_version_a_group_starts_again_and_its_tokens_are_accounted():
     driver, (first, second) = one_group_on_v0_others_on_v1()
+    driver.dropped(Version(0, 0))
     new = driver.lost("r0")
     restarted = [a for a in of(new, actions.StartGroup) if a.starts[0].trajectory == first]
     assert [(s.trajectory, s.resume) for s in restarted[0].starts] == [(first, False), (second, False)]
@@ -296,6 +297,7 @@ def test_without_a_replica_of_its_version_a_group_starts_again_and_its_tokens_ar
 
 def test_with_mixed_versions_only_the_missing_sibling_starts_again():
     driver, (first, second) = one_group_on_v0_others_on_v1(group_versions="mixed")
+    driver.dropped(Version(0, 0))
     new = driver.lost("r0")
     restarted = [a for a in of(new, actions.StartGroup) if second in [s.trajectory for s in a.starts]]
     assert [(s.trajectory, s.resume) for s in restarted[0].starts] == [(second, False)]
@@ -338,6 +340,7 @@ def test_a_restart_stops_the_attempts_that_still_run_elsewhere():
     driver.send(events.WorkerDisconnected(worker=WorkerId("r0"), incarnation=1))
     scored = driver.report("r0", fail={first: ("infra", "reward_timeout")})
     assert [(a.worker, a.starts[0].score_only) for a in of(scored, actions.StartGroup)] == [("r1", True)]
+    driver.dropped(Version(0, 0))
     new = driver.lost("r0")
     assert [(a.worker, a.trajectories, a.attempts) for a in of(new, actions.AbortAttempts)] == [("r1", [first], [2])]
     (again,) = [a for a in of(new, actions.StartGroup) if a.starts[0].trajectory == first]

@@ -165,36 +165,6 @@ def test_a_drained_replica_does_not_wait_for_a_version_that_was_lost():
     assert [a.version for a in of(new, actions.StartGroup)] == [Version(0, 0)]
 
 
-# ---- relay -------------------------------------------------------------------------------------------------
-
-
-def relay(driver: Driver, incarnation: int) -> list[actions.AnyAction]:
-    return driver.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=incarnation))
-
-
-def test_a_relay_that_joins_twice_changes_nothing():
-    driver = started("r0")
-    assert relay(driver, 1) == []
-    assert driver.core.state.relay == "relay-0"
-
-
-def test_the_loss_of_the_relay_ends_the_run():
-    (end,) = of(started("r0").lost("relay-0"), actions.FinishRun)
-    assert "the relay relay-0 was lost: killed" in end.reason
-
-
-def test_a_new_relay_process_is_no_holder_of_the_old_ones_versions():
-    (end,) = of(relay(started("r0"), 2), actions.FinishRun)
-    assert "replaced by a new process" in end.reason
-
-
-def test_an_older_relay_process_is_stopped():
-    driver = started("r0")
-    driver.core.state.relay_incarnation = 5
-    assert [(a.worker, a.incarnation) for a in of(relay(driver, 4), actions.StopWorker)] == [("relay-0", 4)]
-    assert driver.core.state.relay_incarnation == 5
-
-
 # ---- branches ----------------------------------------------------------------------------------------------
 
 

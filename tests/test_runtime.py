@@ -344,7 +344,7 @@ async def test_the_real_core_runs_behind_it(make) -> None:
         )
     )
     world.runtime.post(events.VersionReady(version=version, digest="d", num_bytes=1))
-    assert world.done == ["PublishVersion", "PullWeights"]
+    assert world.done == ["ArrangeChain", "PublishVersion", "PullWeights"]
     world.runtime.post(
         events.ReplicaRefreshed(worker=WorkerId("rollout-0"), incarnation=1, version=version, digest="d", wait_s=0.0)
     )

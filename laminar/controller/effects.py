@@ -72,6 +72,7 @@ class Effects:
             actions.RunEvaluation: self._evaluate,
             actions.StartTrainStep: self._train,
             actions.PublishVersion: lambda a: self._to_trainer(wire.Publish(version=a.version)),
+            actions.ArrangeChain: self._arrange_chain,
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
             actions.RecordTrajectories: self._record,
@@ -110,6 +111,7 @@ class Effects:
         self._server.send(action.worker, wire.Abort(trajectories=action.trajectories, attempts=action.attempts))
 
     def _pull(self, action: actions.PullWeights) -> None:
+        assert action.source == "relay", "settings_of leaves checkpoint_pulls off"
         self._server.send(action.worker, wire.Refresh(version=action.version, digest=action.digest))
 
     def _evaluate(self, action: actions.RunEvaluation) -> None:
@@ -130,6 +132,10 @@ class Effects:
     def _to_trainer(self, message: wire.Message) -> None:
         for worker in self._server.workers("trainer"):
             self._server.send(worker, message)
+
+    def _arrange_chain(self, action: actions.ArrangeChain) -> None:
+        """One relay on one host: no links to make, and trainer and rollouts find it by the run's name."""
+        logger.info("relays.arranged", epoch=action.epoch, order=action.order, master=action.master)
 
     def _train(self, action: actions.StartTrainStep) -> None:
         rows = [

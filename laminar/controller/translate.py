@@ -77,7 +77,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     ),
     wire.EvaluationFailed: lambda m, o: events.EvaluationFailed(evaluation=m.evaluation, reason=m.reason),
     wire.TrainerReady: lambda m, o: events.TrainerRankReady(
-        worker=o.worker, incarnation=o.incarnation, rank=m.rank, world_size=m.world_size, step=m.step
+        worker=o.worker, incarnation=o.incarnation, rank=m.rank, world_size=m.world_size, step=m.step, host=o.host
     ),
     wire.StepDone: lambda m, o: events.StepFinished(step=m.step, attempt=m.attempt, metrics=m.metrics),
     wire.StepFailed: lambda m, o: events.StepFailed(step=m.step, attempt=m.attempt, reason=m.reason),
@@ -85,8 +85,10 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     wire.PublishFailed: lambda m, o: events.VersionLost(version=m.version, reason=m.reason),
     wire.CheckpointSaved: lambda m, o: events.CheckpointSaved(step=m.step),
     wire.CheckpointFailed: lambda m, o: events.CheckpointFailed(step=m.step, reason=m.reason),
-    wire.RelayReady: lambda m, o: events.RelayJoined(worker=o.worker, incarnation=o.incarnation),
-    wire.VersionReady: lambda m, o: events.VersionReady(version=m.version, digest=m.digest, num_bytes=m.num_bytes),
+    wire.RelayReady: lambda m, o: events.RelayJoined(worker=o.worker, incarnation=o.incarnation, host=o.host),
+    wire.VersionReady: lambda m, o: events.VersionReady(
+        worker=o.worker, version=m.version, digest=m.digest, num_bytes=m.num_bytes
+    ),
     wire.VersionLost: lambda m, o: events.VersionLost(version=m.version, reason=m.reason),
     wire.WorkerFailed: lambda m, o: events.WorkerLost(worker=o.worker, incarnation=o.incarnation, reason=m.reason),
     wire.Goodbye: lambda m, o: events.WorkerLost(worker=o.worker, incarnation=o.incarnation, reason="said goodbye"),

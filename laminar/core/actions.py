@@ -11,10 +11,12 @@
 | AskSampler | SamplerAnswered |
 | StartWorker | ReplicaJoined, TrainerRankReady of all ranks, or WorkerLost of what did not come up |
 
-The others are done when handed over. `cause` is the seq of the event that led to the action.
+The others are done when handed over. Of these, `ArrangeChain` tells the relays their neighbours and the trainer its master; what
+becomes of it is told by `VersionHeld`, `LinkBroken` and `LinkSlow`, of any later epoch. A chain of one relay has no links, and its
+trainer finds it on its own host: nobody needs a message. `cause` is the seq of the event that led to the action.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -65,6 +67,8 @@ class PullWeights(Action, frozen=True, kw_only=True):
     worker: WorkerId
     version: Version
     digest: str
+    source: Literal["relay", "checkpoint"] = "relay"
+    """The relay of the replica's host, which holds the version; or the trainer's checkpoint of exactly this version."""
 
 
 class RunEvaluation(Action, frozen=True, kw_only=True):
@@ -99,6 +103,15 @@ class PublishVersion(Action, frozen=True, kw_only=True):
     """Hand the trainer's present weights to the relay."""
 
     version: Version
+
+
+class ArrangeChain(Action, frozen=True, kw_only=True):
+    """Weights flow through the relays in this order from now on; what an older epoch says is void."""
+
+    epoch: int
+    order: list[WorkerId]
+    master: WorkerId
+    """First of the order: versions are published to it."""
 
 
 class SaveCheckpoint(Action, frozen=True, kw_only=True):
@@ -162,6 +175,6 @@ class FinishRun(Action, frozen=True, kw_only=True):
 
 
 AnyAction = (
-    StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | SaveCheckpoint
+    StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | SaveCheckpoint
     | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | FinishRun
 )  # fmt: skip

@@ -5,11 +5,12 @@
   that could not be trained in time. Earliest deadline first with an admission test: the bound holds, nothing waits for ever.
 
 A *live* group is in flight or buffered. `chances` is the number of train steps in which it can still be trained. A restore of the
-trainer ages everything that was generated since its checkpoint: then `wait` drops, too, what can no longer be trained in time.
+trainer ages everything that was generated since its checkpoint, and a group that starts again may have to do so under an older
+version than was admitted: then `wait` drops, too, what can no longer be trained in time.
 """
 
 from laminar.core import groups, versions
-from laminar.core.records import Group, GroupState
+from laminar.core.records import Group, GroupState, State
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, Version, format_id
 
@@ -87,6 +88,11 @@ def _too_late(turn: Turn) -> list[Group]:
     return late
 
 
+def _has_aged(state: State) -> bool:
+    """Whether something may be older than when it was admitted."""
+    return bool(state.branches) or any(group.num_regenerations for group in state.groups.values())
+
+
 def sweep(turn: Turn) -> bool:
     """What can no longer be trained in time leaves. True if there was anything."""
     bound = turn.settings.max_staleness
@@ -96,7 +102,7 @@ def sweep(turn: Turn) -> bool:
         buffered = map(turn.state.groups.__getitem__, turn.state.buffer)
         old = [group for group in buffered if staleness(turn, group) > bound]
     else:
-        old = _too_late(turn) if turn.state.branches and turn.state.trainer.ready and not _num_leased(turn) else []
+        old = _too_late(turn) if _has_aged(turn.state) and turn.state.trainer.ready and not _num_leased(turn) else []
     for group in old:
         groups.drop_group(turn, group, "stale")
     if old:

@@ -1,5 +1,7 @@
 """What the passes decide, before it becomes actions: a driver may hold a pass, look at its next decision, edit or skip it."""
 
+from typing import Literal
+
 import msgspec
 
 from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
@@ -25,10 +27,11 @@ class DispatchQueued(Decision, frozen=True, kw_only=True):
 
 
 class RefreshReplica(Decision, frozen=True, kw_only=True):
-    """`worker` has nothing running and pulls `version`."""
+    """`worker` has nothing running and pulls `version`: the newest of its relay, or an old one that queued siblings need."""
 
     worker: WorkerId
     version: Version
+    source: Literal["relay", "checkpoint"] = "relay"
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -12,17 +12,19 @@ from laminar.core import (
     choice,
     evaluation,
     events,
+    failover,
     fleet,
     health,
     moves,
     recovery,
+    relays,
     snapshot,
     storage,
     story,
     training,
     versions,
 )
-from laminar.core.actions import AnyAction, StopWorker
+from laminar.core.actions import AnyAction
 from laminar.core.decisions import (
     AnyDecision,
     DispatchNew,
@@ -110,25 +112,12 @@ def _on_step_finished(turn: Turn, event: events.StepFinished) -> None:
     moves.trigger(turn)
 
 
-def _on_relay_joined(turn: Turn, event: events.RelayJoined) -> None:
-    state = turn.state
-    known = state.relay_incarnation if event.worker == state.relay else 0
-    if event.incarnation < known or event.incarnation <= state.fenced.get(event.worker, 0):
-        reason = "this process was given up, or a newer one of its name was already here"
-        turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
-        return
-    if state.relay and (state.relay, state.relay_incarnation) != (event.worker, event.incarnation):
-        _lose(turn, state.relay, "replaced by a new process, which holds none of its versions")
-    state.relay, state.relay_incarnation = event.worker, event.incarnation
-    versions.publish(turn)
-
-
 def _incarnation(state: State, worker: str) -> int:
     replica = state.replicas.get(worker)  # type: ignore[call-overload]
     if replica is not None:
         return int(replica.incarnation)
-    if worker == state.relay:
-        return state.relay_incarnation
+    if worker in state.relays:
+        return int(state.relays[worker].incarnation)  # type: ignore[index]
     return state.trainer.ranks.get(worker, -1)  # type: ignore[call-overload,no-any-return]
 
 
@@ -166,10 +155,8 @@ def _lose(turn: Turn, worker: Any, reason: str) -> None:
         fleet.lose(turn, state.replicas[worker], reason)
     elif worker in state.trainer.ranks:
         training.lose(turn, worker, reason)
-    elif worker == state.relay:
-        state.relay = None
-        state.fenced[worker] = state.relay_incarnation
-        turn.fail(f"the relay {worker} was lost: {reason}")
+    elif worker in state.relays:
+        relays.lose(turn, state.relays[worker], reason)
 
 
 def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Role) -> None:
@@ -177,8 +164,9 @@ def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Rol
     if role == "trainer":
         training.lose(turn, worker, reason)
         return
-    recovery.plan(turn, worker, reason)
-    fleet.fail_if_none_is_left(turn, worker, reason)
+    recovery.plan(turn, worker, reason, role)
+    none_is_left = fleet.fail_if_none_is_left if role == "rollout" else relays.fail_if_none_is_left
+    none_is_left(turn, worker, reason)
 
 
 def _on_timer(turn: Turn, event: events.TimerFired) -> None:
@@ -254,6 +242,7 @@ def _settle(turn: Turn) -> None:
     progressed = True
     while progressed and not state.finished:
         evaluation.plan(turn)
+        failover.plan(turn)
         progressed = _run_pass(turn, "refresh")
         moves.check(turn)
         progressed |= _run_pass(turn, "repack")
@@ -304,9 +293,13 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.ShardsWritten: versions.on_shards_written,
     events.CheckpointSaved: training.on_checkpoint_saved,
     events.CheckpointFailed: training.on_checkpoint_failed,
-    events.RelayJoined: _on_relay_joined,
-    events.VersionReady: versions.on_ready,
+    events.RelayJoined: relays.on_joined,
+    events.VersionReady: relays.on_ready,
     events.VersionLost: versions.on_lost,
+    events.VersionHeld: relays.on_held,
+    events.VersionDropped: relays.on_dropped,
+    events.LinkBroken: relays.on_link_broken,
+    events.LinkSlow: relays.on_link_slow,
     events.SamplerAnswered: choice.on_answered,
     events.DrainRequested: fleet.on_drain,
     events.HoldChanged: _on_hold,

@@ -187,6 +187,7 @@ class TrainerRankReady(Event, frozen=True, kw_only=True):
     rank: int
     world_size: int
     step: int
+    host: str = ""
 
 
 class StepFinished(Event, frozen=True, kw_only=True):
@@ -226,18 +227,23 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
 
 
 class RelayJoined(Event, frozen=True, kw_only=True):
-    """The host's relay serves."""
+    """A host's relay serves; it holds no version."""
 
     worker: WorkerId
     incarnation: int
+    host: str = ""
+    rack: str = ""
+    """Weights flow through the relays of a rack one after the other."""
 
 
 class VersionReady(Event, frozen=True, kw_only=True):
-    """A version is complete and verified in the relay."""
+    """A version is complete and verified in the relay that it was published to."""
 
     version: Version
     digest: str
     num_bytes: int
+    worker: WorkerId | None = None
+    """That relay; None = the present master."""
 
 
 class VersionLost(Event, frozen=True, kw_only=True):
@@ -245,6 +251,37 @@ class VersionLost(Event, frozen=True, kw_only=True):
 
     version: Version
     reason: str
+
+
+class VersionHeld(Event, frozen=True, kw_only=True):
+    """Another relay than the master has received a version completely; its digest is the master's."""
+
+    worker: WorkerId
+    version: Version
+    digest: str
+
+
+class VersionDropped(Event, frozen=True, kw_only=True):
+    """A relay has recycled the slot of a version."""
+
+    worker: WorkerId
+    version: Version
+
+
+class LinkBroken(Event, frozen=True, kw_only=True):
+    """`worker` cannot reach its neighbour `peer` in the chain of `epoch`, or `peer` makes no progress."""
+
+    worker: WorkerId
+    peer: WorkerId
+    epoch: int
+
+
+class LinkSlow(Event, frozen=True, kw_only=True):
+    """The link of `worker` to its neighbour `peer` in the chain of `epoch` works, but holds the chain up."""
+
+    worker: WorkerId
+    peer: WorkerId
+    epoch: int
 
 
 # ---- sampling and operators --------------------------------------------------------------------------------
@@ -288,6 +325,6 @@ AnyEvent = (
     | ReplicaJoined | WorkerDisconnected | WorkerReturned | WorkerLost
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed
-    | RelayJoined | VersionReady | VersionLost
+    | RelayJoined | VersionReady | VersionLost | VersionHeld | VersionDropped | LinkBroken | LinkSlow
     | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved
 )  # fmt: skip

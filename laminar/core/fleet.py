@@ -9,11 +9,11 @@ there is a newer version, it pulls that.
 Only a healthy one is given work (`laminar.core.health`).
 """
 
-from laminar.core import bounds, groups, health, recovery, refresh, story, versions
+from laminar.core import bounds, failover, groups, health, recovery, refresh, relays, story, versions
 from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import DrainRequested, ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
-from laminar.core.records import Group, Replica, ReplicaState, State, TrajectoryState
+from laminar.core.records import Group, Replica, ReplicaState, State
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, Version, WorkerId
 
@@ -67,6 +67,7 @@ def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> 
     for trajectory_id in list(replica.incoming):
         groups.unpin(turn, state.trajectories[trajectory_id])
     del state.replicas[replica.id]
+    state.failovers.pop(replica.id, None)
     state.dirty.pop(replica.id, None)
     state.silent.pop(replica.id, None)
     state.fenced[replica.id] = max(replica.incarnation, state.fenced.get(replica.id, 0))
@@ -112,7 +113,7 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     replica.version, replica.target, replica.deadline = event.version, None, 0.0
     replica.num_failed_pulls, replica.quarantined = 0, False
     replica.state = ReplicaState.GENERATING
-    replica.admit_left = turn.settings.local_batch_groups
+    replica.admit_left = 0 if replica.id in turn.state.failovers else turn.settings.local_batch_groups
     turn.state.dirty[replica.id] = None
     turn.tell(f"holds {event.version}", story.worker(replica.id), story.version(event.version))
 
@@ -123,7 +124,7 @@ def on_refresh_failed(turn: Turn, event: ReplicaRefreshFailed) -> None:
     if replica is None:
         return
     replica.target, replica.deadline = None, 0.0
-    replica.num_failed_pulls += 1
+    replica.num_failed_pulls += not failover.give_up(turn, replica, event.version)
     turn.tell(f"pull of {event.version} failed: {event.reason}", story.worker(replica.id))
     if replica.num_failed_pulls >= PULL_FAILURES_MAX:
         lose(turn, replica, f"{replica.num_failed_pulls} pulls in a row failed, the last: {event.reason}")
@@ -144,38 +145,51 @@ def _syncing(state: State, worker: WorkerId, incarnation: int, version: Version)
 
 
 def propose_refresh(turn: Turn) -> RefreshReplica | None:
-    """The first replica that has nothing running and could hold something newer."""
-    newest = versions.newest(turn.state)
-    if newest is None or turn.state.stopping:
+    """The first replica that has nothing running and is wanted for an old version, or could hold something newer."""
+    if turn.state.stopping:
         return None
     for worker in turn.state.dirty:
         replica = turn.state.replicas[worker]
-        wanted = replica.version != newest.version or replica.quarantined
-        if wanted and not replica.draining and _is_drained(turn, replica):
-            return RefreshReplica(worker=worker, version=newest.version)
+        wanted = failover.wanted(turn, replica) or _newer(turn, replica)
+        if wanted is not None and not replica.draining and is_drained(turn, replica):
+            return wanted
     return None
 
 
-def _is_drained(turn: Turn, replica: Replica) -> bool:
+def _newer(turn: Turn, replica: Replica) -> RefreshReplica | None:
+    """The newest that its relay has, if it is newer; in quarantine also what it holds already."""
+    of_relay = versions.newest_of(relays.source(turn.state, replica.host))
+    version = of_relay if replica.quarantined else relays.newer(turn.state, replica)
+    return RefreshReplica(worker=replica.id, version=version) if version is not None else None
+
+
+def is_drained(turn: Turn, replica: Replica) -> bool:
+    """Whether nothing generates on it, is on its way to it, or is queued for the version that it holds."""
     if replica.state == ReplicaState.SYNCING or replica.num_generating or replica.id in turn.state.silent:
         return False
     if replica.incoming or replica.suspect:
         return False
     if any(e.worker == replica.id and not e.done for e in turn.state.evaluations):
         return False
-    return not (_can_generate(turn, replica) and _queued_for(turn, replica))
+    return not (_can_generate(turn, replica) and groups.queued_for(turn, replica))
 
 
 def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
-    """Start the pull."""
-    replica = turn.state.replicas.get(decision.worker)
-    record = versions.find(turn.state, decision.version)
-    if turn.state.stopping or replica is None or record is None or not record.ready or not _is_drained(turn, replica):
+    """Start the pull; a decision that no longer fits (it was held for long) is void."""
+    state, version = turn.state, decision.version
+    replica = state.replicas.get(decision.worker)
+    if state.stopping or replica is None or not is_drained(turn, replica):
         return
-    replica.state, replica.target = ReplicaState.SYNCING, decision.version
+    if not failover.can_give(turn, replica, version, decision.source):
+        return
+    if replica.id in state.failovers and state.failovers[replica.id].version != version:
+        del state.failovers[replica.id]
+    record = versions.find(state, version)
+    replica.state, replica.target = ReplicaState.SYNCING, version
     replica.deadline = turn.at + turn.settings.refresh_timeout_s
-    turn.emit(PullWeights(cause=turn.cause, worker=replica.id, version=decision.version, digest=record.digest))
-    turn.tell(f"pulls {decision.version}", story.worker(replica.id), story.version(decision.version))
+    digest = record.digest if record else ""
+    turn.emit(PullWeights(cause=turn.cause, worker=replica.id, version=version, digest=digest, source=decision.source))
+    turn.tell(f"pulls {version}", story.worker(replica.id), story.version(version))
 
 
 # ---- the dispatch pass -------------------------------------------------------------------------------------
@@ -210,7 +224,9 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
         return False  # the commonest reason comes first: this is asked of every dirty replica for every new group
     if not _can_generate(turn, replica) or replica.draining:
         return False
-    if replica.num_generating == 0 and versions.is_awaited(turn.state):
+    if replica.num_generating == 0 and versions.is_awaited(turn.state, relays.source(turn.state, replica.host)):
+        return False
+    if replica.id in turn.state.failovers:
         return False
     assert replica.version is not None
     return not replica.leaving and refresh.may_admit(turn, replica) and bounds.admits(turn, replica.version)
@@ -220,7 +236,7 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
     state = turn.state
     for group_id in state.requeue:
         group = state.groups[group_id]
-        queued = _queued(state, group)
+        queued = groups.queued(state, group)
         expected = _expected(turn, group, queued)
         if expected is not None:
             return expected
@@ -235,7 +251,9 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
         replica = min(able, key=lambda replica: len(replica.attempts))
         if scoring:
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=scoring, restart=False)
-        if not may_come_back(state, group.version):
+        able = [r for r in able if r.id not in state.failovers]
+        if able and not (may_come_back(state, group.version) or failover.is_possible(turn, group.version)):
+            replica = min(able, key=lambda replica: len(replica.attempts))
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=True)
     return None
 
@@ -263,14 +281,6 @@ def may_come_back(state: State, version: Version | None) -> bool:
     return False
 
 
-def _queued(state: State, group: Group) -> list[TrajectoryId]:
-    return [t for t in group.trajectories if state.trajectories[t].state == TrajectoryState.QUEUED]
-
-
-def _queued_for(turn: Turn, replica: Replica) -> bool:
-    return any(turn.state.groups[group].version == replica.version for group in turn.state.requeue)
-
-
 def apply_dispatch(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     """Start the group's siblings; a decision that no longer fits (it was held for long) is void."""
     replica = turn.state.replicas.get(decision.worker)
@@ -290,15 +300,16 @@ def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> Non
     group = turn.state.groups.get(decision.group)
     if group is None or group.id not in turn.state.requeue:
         return
-    queued = _queued(turn.state, group)
+    queued = groups.queued(turn.state, group)
     chosen = [t for t in decision.trajectories if t in queued]
     if decision.restart:
         chosen = groups.restart(turn, group, "version_gone")
     elif replica.version != group.version:
         chosen = [t for t in chosen if turn.state.trajectories[t].finish_reason]
+    failover.count(turn, replica, chosen, decision.restart)
     if chosen:
         _start(turn, replica, group, chosen)
-    if not _queued(turn.state, group):
+    if not groups.queued(turn.state, group):
         turn.state.requeue.pop(group.id, None)
 
 

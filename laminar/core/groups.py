@@ -13,7 +13,7 @@ from laminar.core import ledger, story, versions
 from laminar.core.actions import AbortAttempts, ForgetTokens, RecordTrajectories, Start, StartGroup
 from laminar.core.events import AbortedAttempt, FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
 from laminar.core.prompts import draw
-from laminar.core.records import Group, GroupState, Replica, Timings, Trajectory, TrajectoryState
+from laminar.core.records import Group, GroupState, Replica, State, Timings, Trajectory, TrajectoryState
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, TrajectoryId, derive_seed, make_id
 
@@ -232,10 +232,21 @@ def queue_again(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     turn.tell(f"queued again after {reason}", story.trajectory(trajectory.id), story.group(trajectory.group))
 
 
+def queued(state: State, group: Group) -> list[TrajectoryId]:
+    """Its siblings that wait for a replica."""
+    return [t for t in group.trajectories if state.trajectories[t].state == TrajectoryState.QUEUED]
+
+
+def queued_for(turn: Turn, replica: Replica) -> bool:
+    """Whether some group waits for the version that the replica holds."""
+    return any(turn.state.groups[group].version == replica.version for group in turn.state.requeue)
+
+
 def lose_attempts(turn: Turn, replica: Replica, reason: str) -> None:
     """The replica is gone: everything it was at is queued again. Not the trajectories' fault, so not counted as theirs."""
     for trajectory_id in list(replica.attempts):
         trajectory = turn.state.trajectories[trajectory_id]
+        trajectory.displaced |= trajectory.state == TrajectoryState.GENERATING
         _leave(turn, replica, trajectory)
         queue_again(turn, trajectory, reason)
 

@@ -12,6 +12,8 @@ def check(state: State) -> None:
     _check_moves(state)
     _check_replicas(state)
     _check_steps(state)
+    _check_relays(state)
+    _check_failovers(state)
 
 
 def _check_ledger(state: State) -> None:
@@ -90,3 +92,24 @@ def _check_steps(state: State) -> None:
             assert (group.state, group.step) == (GroupState.LEASED, step.step), f"group {group_id}: lease disagrees"
     for step_number in state.steps:
         assert step_number > state.trainer.checkpoint, f"step {step_number} is committed and still leased"
+
+
+def _check_relays(state: State) -> None:
+    chain, order = state.chain, [record.version for record in state.versions]
+    assert sorted(chain.order) == sorted(state.relays), f"chain {chain.order}, relays {list(state.relays)}"
+    assert chain.master == (chain.order[0] if chain.order else None), f"{chain.master} does not lead {chain.order}"
+    racks = [state.relays[w].rack for w in chain.order if w == chain.master or not state.relays[w].slow_since]
+    runs = [rack for index, rack in enumerate(racks) if index == 0 or rack != racks[index - 1]]
+    assert len(set(runs)) == len(runs), f"the racks {racks} of chain {chain.order} are not kept together"
+    for relay in state.relays.values():
+        known = [order.index(version) for version in relay.held if version in order]
+        assert known == sorted(set(known)), f"{relay.id} holds {relay.held}: not in publication order"
+    for record in state.versions:
+        held = any(record.version in relay.held for relay in state.relays.values())
+        assert record.ready == held, f"{record.version}: ready {record.ready}, held by a relay {held}"
+
+
+def _check_failovers(state: State) -> None:
+    versions = [failover.version for failover in state.failovers.values()]
+    assert len(set(versions)) == len(versions), f"two replicas serve one old version: {state.failovers}"
+    assert state.failovers.keys() <= state.replicas.keys(), f"{list(state.failovers)} serve, but are lost"

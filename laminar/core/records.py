@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from laminar.core.decisions import HeldDecision, Transfer
+from laminar.core.relay_records import Chain, Failover, Failovers, Relay
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 
 
@@ -73,6 +74,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     worker: WorkerId | None = None
     moving_to: WorkerId | None = None
     """Destination of a move that is under way."""
+    displaced: bool = False
+    """Its replica was lost while it generated; how it goes on is counted in `Failovers`."""
     behavior_version: Version | None = None
     finish_version: Version | None = None
     sample_version: Version | None = None
@@ -156,6 +159,7 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     version: Version
     digest: str = ""
     ready: bool = False
+    """Some relay holds it."""
     lost: str = ""
     """Why it will never be readable; empty = it may."""
     num_tries: int = 0
@@ -194,6 +198,8 @@ class Trainer(msgspec.Struct, kw_only=True):
     """What the ranks belong to: ``trainer-0`` of ``trainer-0/1``."""
     ranks: dict[WorkerId, int] = {}
     """Ready ranks of the present launch: worker -> incarnation."""
+    hosts: dict[WorkerId, str] = {}
+    """Where each rank runs, or ran last."""
     world_size: int = 0
     ready: bool = False
     step: int = 0
@@ -206,13 +212,15 @@ class Trainer(msgspec.Struct, kw_only=True):
     """Step whose checkpoint is being written, -1 = none."""
     checkpoint: int = -1
     """Last step with a complete checkpoint, -1 = none."""
+    checkpoint_version: Version | None = None
+    """The version whose weights are in it, as far as this run saved it."""
     num_failed_saves: int = 0
 
 
 class Restart(msgspec.Struct, kw_only=True):
-    """What was done to bring a lost replica or trainer back."""
+    """What was done to bring a lost worker back."""
 
-    role: Literal["rollout", "trainer"] = "rollout"
+    role: Literal["rollout", "trainer", "relay"] = "rollout"
     num: int = 0
     """How often it was started again."""
     due_at: float = 0.0
@@ -330,9 +338,16 @@ class State(msgspec.Struct, kw_only=True):
     """Workers whose channel broke -> when they count as lost."""
     health_check_at: float = 0.0
     """When the replicas' progress is looked at next; 0 = nothing is expected of any."""
-    relay: WorkerId | None = None
-    relay_incarnation: int = 0
+    relays: dict[WorkerId, Relay] = {}
+    relay_hosts: dict[str, WorkerId] = {}
+    """Host -> its relay, also while that is lost and may come back."""
+    chain: Chain = msgspec.field(default_factory=Chain)
+    failovers: dict[WorkerId, Failover] = {}
+    """Replicas that serve an old version, or will as soon as nothing generates on them."""
+    num_failovers: Failovers = msgspec.field(default_factory=Failovers)
     versions: list[VersionRecord] = []
+    publishing_to: WorkerId | None = None
+    """Master to which the last publication was ordered."""
     branches: list[Branch] = []
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     steps: dict[int, Step] = {}

@@ -4,25 +4,30 @@
                                             └─ ended before it joined ──► waiting … ──► given up after `restarts_max`
 
 A replica that still made progress RESET_S after it had joined has its earlier restarts forgiven, for mere life does not count; a
-trainer, with its next checkpoint.
+relay, one that got a version so late; a trainer, with its next checkpoint.
 """
 
 from typing import Literal
 
 from laminar.core import story
 from laminar.core.actions import RaiseAlarm, StartWorker
-from laminar.core.records import Restart
+from laminar.core.records import Restart, State
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
 
-Role = Literal["rollout", "trainer"]
+Role = Literal["rollout", "trainer", "relay"]
 RESET_S = 600.0  # crashes ten minutes apart are accidents, not a loop
 
 
 def plan(turn: Turn, worker: WorkerId, reason: str, role: Role = "rollout") -> bool:
     """The worker is gone: start it again after a pause, unless that has been tried too often. Whether it will be."""
     state, settings = turn.state, turn.settings
-    restarts_max = settings.restarts_max if role == "rollout" else settings.trainer_restarts_max
+    limits: dict[Role, int] = {
+        "rollout": settings.restarts_max,
+        "trainer": settings.trainer_restarts_max,
+        "relay": settings.relay_restarts_max,
+    }
+    restarts_max = limits[role]
     if state.stopping:
         return False
     record = state.restarts.setdefault(worker, Restart(role=role))
@@ -57,7 +62,7 @@ def joined(turn: Turn, worker: WorkerId) -> None:
 
 
 def worked(turn: Turn, worker: WorkerId, until: float) -> None:
-    """A replica made its last progress at `until`: see above."""
+    """A replica or relay made its last progress at `until`: see above."""
     record = turn.state.restarts.get(worker)
     if record is not None and record.joined_at and until - record.joined_at > RESET_S:
         forgive(turn, worker)
@@ -82,6 +87,12 @@ def is_waiting(turn: Turn, worker: WorkerId) -> bool:
     return record is not None and record.due_at > 0
 
 
+def may_return(state: State, worker: WorkerId) -> bool:
+    """Whether a lost worker is started again."""
+    record = state.restarts.get(worker)
+    return record is not None and bool(record.due_at or record.starting)
+
+
 def is_expected(turn: Turn, role: Role) -> bool:
     """Whether some lost worker of this role may come back."""
-    return any(record.due_at or record.starting for record in turn.state.restarts.values() if record.role == role)
+    return any(may_return(turn.state, worker) for worker, r in turn.state.restarts.items() if r.role == role)

@@ -5,7 +5,7 @@
   most a share of the fleet does so at once, oldest version first; the others go on admitting under the version they hold.
 """
 
-from laminar.core import versions
+from laminar.core import relays
 from laminar.core.records import Replica
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
@@ -26,8 +26,8 @@ def admit(turn: Turn, replica: Replica) -> None:
 
 
 def _holds_newest(turn: Turn, replica: Replica) -> bool:
-    newest = versions.newest(turn.state)
-    return newest is not None and newest.version == replica.version
+    """Whether the relay of its host has nothing newer for it."""
+    return relays.newer(turn.state, replica) is None
 
 
 def _begins_local_batch(turn: Turn, replica: Replica) -> bool:

@@ -53,6 +53,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout_s: float = 0.0
     """A replica that owes tokens and gives none for this long is suspect, for twice as long lost (`laminar.core.health`);
     0 = never."""
+    relay_restarts_max: int = 0
+    """How often a lost relay is started again before it is given up; the run goes on meanwhile, without any relay too."""
+    checkpoint_pulls: bool = False
+    """Replicas can load weights from the trainer's last checkpoint, for siblings whose version no relay holds any more."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
     refresh_timeout_s: float = 120.0

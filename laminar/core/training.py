@@ -8,7 +8,7 @@ Invariants:
 * A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, fleet, ledger, recovery, story, versions
+from laminar.core import bounds, evaluation, fleet, ledger, recovery, relays, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -24,7 +24,7 @@ from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, S
 from laminar.core.records import Branch, GroupState, Step, Trajectory
 from laminar.core.resume import data_state
 from laminar.core.turn import Turn
-from laminar.ids import GroupId, WorkerId
+from laminar.ids import GroupId, Version, WorkerId
 
 SAVE_TRIES_MAX = 3  # a disk that refused three checkpoints needs a person
 
@@ -43,6 +43,7 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
         return
     trainer.launch = launch_of(event.worker)
     trainer.ranks[event.worker] = event.incarnation
+    trainer.hosts[event.worker] = event.host
     trainer.world_size = event.world_size
     if len(trainer.ranks) < trainer.world_size:
         return
@@ -57,6 +58,7 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
         if step.step > event.step:
             step.done, step.attempt = False, step.attempt + 1
     turn.tell(f"trainer ready at step {event.step} with {trainer.world_size} ranks", story.step(event.step))
+    relays.arrange(turn)
     versions.made(turn)
 
 
@@ -229,6 +231,7 @@ def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
     trainer.saving, trainer.num_failed_saves = -1, 0
     trainer.checkpoint = max(trainer.checkpoint, event.step)
     recovery.forgive(turn, trainer.launch)
+    trainer.checkpoint_version = Version(event.step, max(trainer.branch, 0))
     for number in [step for step in state.steps if step <= event.step]:
         step = state.steps.pop(number)
         members = _members(turn, step.groups)

@@ -1,9 +1,10 @@
-"""Weight versions: which is the newest to pull, and how far apart two are."""
+"""Weight versions: publication, which relays hold them, which is the newest to pull, and how far apart two are."""
 
-from laminar.core import story
+from laminar.core import recovery, story
 from laminar.core.actions import PublishVersion, RaiseAlarm
-from laminar.core.events import ShardsWritten, VersionLost, VersionReady
+from laminar.core.events import ShardsWritten, VersionLost
 from laminar.core.records import Branch, State, VersionRecord
+from laminar.core.relay_records import Relay
 from laminar.core.turn import Turn
 from laminar.ids import Version
 
@@ -25,6 +26,19 @@ def find(state: State, version: Version) -> VersionRecord | None:
         if record.version == version:
             return record
     return None
+
+
+def newest_of(relay: Relay | None) -> Version | None:
+    """The last version that the relay holds."""
+    return relay.held[-1] if relay is not None and relay.held else None
+
+
+def is_newer(state: State, one: Version, other: Version | None) -> bool:
+    """Whether `one` was made after `other`; what is forgotten, or None, is older than anything."""
+    for record in reversed(state.versions):
+        if record.version in (one, other):
+            return record.version == one != other
+    return other is None
 
 
 def staleness(branches: list[Branch], new: Version, old: Version) -> int:
@@ -49,7 +63,7 @@ def made(turn: Turn) -> None:
 def publish(turn: Turn) -> None:
     """Ask the trainer to hand over its present weights, unless they are published, under way or given up."""
     state = turn.state
-    if not (state.versions and state.trainer.ready and state.relay and not state.trainer.running):
+    if not (state.versions and state.trainer.ready and state.chain.master and not state.trainer.running):
         return
     record = state.versions[-1]
     if (
@@ -59,6 +73,7 @@ def publish(turn: Turn) -> None:
         or record.num_tries >= PUBLISH_TRIES_MAX
     ):
         return
+    state.publishing_to, record.written = state.chain.master, False
     record.num_tries += 1
     record.deadline = turn.at + turn.settings.publish_timeout_s
     record.awaited_until = turn.at + turn.settings.await_publication_s if turn.settings.await_publication_s else 0.0
@@ -66,9 +81,10 @@ def publish(turn: Turn) -> None:
     turn.tell("publication started", story.version(record.version))
 
 
-def is_awaited(state: State) -> bool:
-    """Whether a replica with nothing running had better wait a moment for the newest weights."""
-    return bool(state.versions) and state.versions[-1].awaited_until > state.at
+def is_awaited(state: State, relay: Relay | None) -> bool:
+    """Whether a replica with nothing running had better wait a moment for the newest weights to reach its relay."""
+    record = state.versions[-1] if state.versions else None
+    return record is not None and record.awaited_until > state.at and newest_of(relay) != record.version
 
 
 def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
@@ -79,16 +95,40 @@ def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
     turn.tell(f"shards written, the trainer waited {event.stall_s:.3f} s", story.version(event.version))
 
 
-def on_ready(turn: Turn, event: VersionReady) -> None:
-    """From now on replicas may pull it."""
-    record = find(turn.state, event.version)
-    if record is None or record.ready or record.void:
+def hold(turn: Turn, relay: Relay, version: Version, digest: str) -> bool:
+    """`relay` holds the version: replicas there may pull it. False if it is unknown, held already, or not the same bytes."""
+    state = turn.state
+    record = find(state, version)
+    if record is None or record.void or version in relay.held or (record.ready and record.digest != digest):
+        return False
+    if not record.ready:
+        record.ready, record.lost, record.deadline, record.num_tries = True, "", 0.0, 0
+        record.digest, record.published_at = digest, turn.at
+        turn.tell(f"published, digest {digest}", story.version(version))
+    recovery.worked(turn, relay.id, turn.at)
+    position = next((i for i, held in enumerate(relay.held) if is_newer(state, held, version)), len(relay.held))
+    relay.held.insert(position, version)
+    if all(version in other.held for other in state.relays.values()):
+        record.awaited_until = 0.0
+    state.dirty.update(dict.fromkeys(state.replicas))
+    return True
+
+
+def check_held(turn: Turn, version: Version, reason: str) -> None:
+    """A relay holds it no longer; if no other does, it is lost until the trainer publishes it again.
+
+    When no relay holds anything any more, what was given up after some tries is tried again, if the trainer still holds it.
+    """
+    record = find(turn.state, version)
+    if record is None or not record.ready or any(version in relay.held for relay in turn.state.relays.values()):
         return
-    record.ready, record.lost, record.deadline, record.awaited_until = True, "", 0.0, 0.0
-    record.digest = event.digest
-    record.published_at = turn.at
-    turn.tell(f"published, {event.num_bytes} bytes, digest {event.digest}", story.version(event.version))
-    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+    record.ready, record.lost = False, reason
+    last = turn.state.versions[-1]
+    if newest(turn.state) is None:
+        last.num_tries = 0
+    if record is last:
+        lose(turn, version, reason)
+    publish(turn)
 
 
 def abandon(turn: Turn, reason: str) -> None:
@@ -115,13 +155,15 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
     turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
     turn.tell(f"publication failed: {reason}", story.version(version))
     publish(turn)
-    if record.deadline:
+    if record.deadline or turn.state.stopping:
         return
     text = f"{version} was not published: {reason}; replicas go on with what they have until the next version"
     turn.emit(RaiseAlarm(cause=turn.cause, name="version-lost", text=text))
     readable, bound = newest(turn.state), turn.settings.max_staleness
     if record.num_tries >= PUBLISH_TRIES_MAX and readable is None:
-        turn.fail(f"the first weights could not be published after {record.num_tries} tries: {reason}")
+        turn.fail(
+            f"no relay holds any weights; {version} could not be published after {record.num_tries} tries: {reason}"
+        )
     elif readable and bound is not None and staleness(turn.state.branches, version, readable.version) > bound:
         turn.fail(
             f"{version} could not be published ({reason}), and {readable.version} is beyond max_staleness = {bound}"

@@ -68,6 +68,7 @@ class World:
         self.training = Training(self)
         self._answers = self.rollouts.answers | self.training.answers
         self._answers |= {actions.RaiseAlarm: self._on_raise_alarm, actions.FinishRun: lambda action: None}
+        self._answers[actions.ArrangeChain] = lambda action: None
 
     # ---- running -----------------------------------------------------------------------------------------------
 

@@ -101,6 +101,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     await_publication_s: float = 1.0
     """A replica with nothing running waits this long for weights that are just being published, rather than begin a local
     batch with older ones."""
+    progress_timeout_s: float = 60.0
+    """A replica whose engine has work and gives no token for this long gets nothing more, and after as long again it is lost and
+    started again; 0 = it may take for ever. Longer than one prefill of the longest context takes; docs/policies/health.md."""
     restarts: int = 2
     """A replica that is lost is started again this often, with growing pauses, before it is given up."""
     num_retries: int = 3
@@ -267,6 +270,11 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (not 0 < c.rollout.top_p <= 1, f"rollout.top_p = {c.rollout.top_p}: between 0 (excluded) and 1"),
         (c.rollout.top_k < 0, f"rollout.top_k = {c.rollout.top_k}: 0 (off) or more"),
         (c.rollout.flush_interval_s <= 0, "rollout.flush_interval_s must be above 0"),
+        (
+            0 < c.rollout.progress_timeout_s < 4 * c.rollout.flush_interval_s or c.rollout.progress_timeout_s < 0,
+            f"rollout.progress_timeout_s = {c.rollout.progress_timeout_s}: at least 4 x rollout.flush_interval_s, at which tokens"
+            " are reported; or 0 for no limit",
+        ),
         (c.trainer.batch_prompts < 1, f"trainer.batch_prompts = {c.trainer.batch_prompts}: at least 1"),
         (
             not 1 <= c.trainer.mini_batches <= c.trainer.batch_prompts,

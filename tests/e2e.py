@@ -58,14 +58,21 @@ def new_name() -> str:
 class Run:
     """A controller and its workers. `arguments` are those of `python -m laminar.controller`."""
 
-    def __init__(self, directory: Path, name: str, arguments: list[str], wrap: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        arguments: list[str],
+        wrap: tuple[str, ...] = (),
+        python_path: tuple[str, ...] = (),
+    ) -> None:
         self.name, self.path = name, directory / name
         self.lines: list[str] = []
         """What the controller printed so far, stderr included."""
         self._mark = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._ended = False
-        environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, MARK: self._mark, "PYTHONPATH": ":".join([*python_path, str(ROOT)])}
         self.process = subprocess.Popen(
             [*wrap, sys.executable, "-m", "laminar.controller", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -83,11 +90,14 @@ class Run:
         config: str = "config.toml",
         options: tuple[str, ...] = (),
         wrap: tuple[str, ...] = (),
+        python_path: tuple[str, ...] = (),
     ) -> Self:
-        """A new run of one of the quickstart's configurations with overrides. `wrap` is a command that runs a command."""
+        """A new run of one of the quickstart's configurations with overrides. `wrap` is a command that runs a command;
+        `python_path` comes before Laminar's own for all processes, so that a `sitecustomize` there can break them."""
         name = new_name()
         files = ["--cluster", str(hosts), "--config", str(QUICKSTART / config)]
-        return cls(directory, name, [*files, *options, f"run.dir={directory}", f"run.name={name}", *overrides], wrap)
+        arguments = [*files, *options, f"run.dir={directory}", f"run.name={name}", *overrides]
+        return cls(directory, name, arguments, wrap, python_path)
 
     @classmethod
     def resume(cls, path: Path, *overrides: str) -> Self:

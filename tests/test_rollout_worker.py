@@ -6,6 +6,7 @@ import os
 import signal
 import string
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from laminar import wire
 from laminar.config import Config, ControllerConfig, ModelConfig, RolloutConfig, TaskConfig
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version
+from laminar.workers.engines.causal_lm import CausalLM
 from laminar.workers.link import Link
 from laminar.workers.relay.manifest import Manifest
 from laminar.workers.rollout import replica as replica_module
@@ -346,6 +348,28 @@ async def test_an_evaluation_beside_other_work_is_greedy_and_scored(config: Conf
         (failed,) = bench.end.of(wire.EvaluationFailed)
         assert (failed.evaluation, "holds v0" in failed.reason) == (3, True)
         await bench.until("rewarded", 2)
+
+
+async def test_an_engine_that_stands_still_in_an_evaluation_is_reported_with_its_load(
+    config: Config, relay: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, prefill = threading.Event(), CausalLM.prefill
+
+    def stand_still(*arguments: Any) -> Any:
+        assert go_on.wait(60.0)
+        return prefill(*arguments)
+
+    async with running(config, relay) as bench:
+        await bench.hold()
+        monkeypatch.setattr(CausalLM, "prefill", stand_still)
+        prompts = [wire.Prompt(prompt=PromptId(number), text=f"word {number}") for number in range(5)]
+        await bench.end.send(wire.Evaluate(evaluation=1, version=V0, prompts=prompts))
+        await bench.end.until(lambda: sum(report.num_running == 5 for report in bench.reports) >= 3)
+        standing = [report for report in bench.reports if report.num_running == 5]
+        assert all(report.decode_busy_s == 0.0 for report in standing[1:])
+        go_on.set()
+        await bench.end.until(lambda: len(bench.end.of(wire.EvaluationDone)) == 1)
+        await bench.end.until(lambda: bench.reports[-1].num_running == 0)
 
 
 async def test_dropped_connections_lose_no_token_and_repeat_none(config: Config, relay: Daemon) -> None:

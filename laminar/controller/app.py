@@ -30,10 +30,11 @@ from laminar.controller.server import Channel, Server
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events
+from laminar.core import actions, events, health
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
+from laminar.core.turn import Turn
 from laminar.errors import ProtocolError, StartError
 from laminar.hosts import Host
 from laminar.ids import WorkerId
@@ -64,6 +65,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         repack_kv_share=config.repack.kv_share,
         repack_requests_max=config.repack.requests_max,
         await_publication_s=config.rollout.await_publication_s,
+        progress_timeout_s=config.rollout.progress_timeout_s,
         restarts_max=config.rollout.restarts,
         max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
         on_stale=config.buffer.on_stale,
@@ -336,17 +338,25 @@ class Application:
             "step": state.trainer.step,
             "steps": self._config.run.steps,
             "buffer_groups": len(state.buffer),
-            "replicas": {
-                replica.id: {
-                    "state": replica.state,
-                    "version": str(replica.version),
-                    "generating": replica.num_generating,
-                }
-                for replica in state.replicas.values()
-            },
+            "replicas": self._replicas(),
             "ledger": msgspec.to_builtins(state.ledger),
             "metrics": self._telemetry.history[-1] if self._telemetry.history else {},
         }
+
+    def _replicas(self) -> dict[str, dict[str, object]]:
+        """Every replica that is there or expected back, and those that were given up."""
+        core = self._runtime.core
+        found: dict[str, dict[str, object]] = {}
+        for worker, status in health.overview(Turn(core.state, core.settings, core.story)).items():
+            replica, restart = core.state.replicas.get(worker), core.state.restarts.get(worker)
+            found[worker] = {
+                "state": status.health,
+                "reason": status.reason,
+                "version": str(replica.version) if replica and replica.version else None,
+                "generating": replica.num_generating if replica else 0,
+                "restarts": restart.num if restart else 0,
+            }
+        return found
 
     # ---- end -----------------------------------------------------------------------------------------------
 

@@ -68,6 +68,8 @@ class Replica:
         self._refreshing = False
         self._drain_planned = False
         self._report_now, self._quiet = asyncio.Event(), asyncio.Event()
+        self._reported_load = (0, 0)
+        """Requests that run and wait in the engine, as last reported."""
         self._begin_interval(engine.usage().busy_s)
 
     def order(self, message: wire.Message) -> None:
@@ -187,11 +189,12 @@ class Replica:
             await asyncio.sleep(REPORT_GAP_S)
 
     def report(self) -> None:
-        """Send what there is to say; nothing while idle."""
+        """Send what there is to say; nothing while idle. What the engine holds is said at every flush, also of an evaluation."""
         self._drain()
         usage = self._engine.usage()
-        now = time.monotonic()
-        if self._progress.has_report or usage.busy_s > self._busy_s:
+        load, now = (usage.num_running, usage.num_waiting), time.monotonic()
+        if self._progress.has_report or usage.busy_s > self._busy_s or any(load) or load != self._reported_load:
+            self._reported_load = load
             interval = Interval(
                 decode_busy_s=usage.busy_s - self._busy_s, interval_s=now - self._began, since=self._since
             )

@@ -9,6 +9,8 @@ trainer ages everything that was generated since its checkpoint, and a group tha
 version than was admitted: then `wait` drops, too, what can no longer be trained in time.
 """
 
+from collections import Counter
+
 from laminar.core import groups, versions
 from laminar.core.records import Group, GroupState, State
 from laminar.core.turn import Turn
@@ -45,11 +47,14 @@ def admits(turn: Turn, version: Version) -> bool:
     age = versions.staleness(turn.state.branches, turn.trainer_version, version)
     if turn.settings.on_stale == "drop":
         return chances(turn, age) > 0
-    ages = [staleness(turn, group) for group in turn.state.groups.values() if group.state != GroupState.LEASED]
-    ages.append(age)
-    ages.sort(reverse=True)
-    batch = turn.settings.batch_groups
-    return all(index < batch * chances(turn, age) for index, age in enumerate(ages))
+    live = Counter(staleness(turn, group) for group in turn.state.groups.values() if group.state != GroupState.LEASED)
+    live[age] += 1
+    num = 0
+    for age in sorted(live, reverse=True):
+        num += live[age]
+        if num > turn.settings.batch_groups * chances(turn, age):
+            return False
+    return True
 
 
 def oldest_first(turn: Turn) -> list[GroupId]:

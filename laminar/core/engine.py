@@ -73,8 +73,7 @@ class Core:
     def next_deadline(self) -> float | None:
         """Run time at which `TimerFired` is due, seconds; None = no timer."""
         state = self.state
-        deadlines = [replica.deadline for replica in state.replicas.values() if replica.deadline]
-        deadlines += state.silent.values()
+        deadlines = [*state.pulls.values(), *state.silent.values()]
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
         deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
@@ -173,7 +172,7 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
     state = turn.state
     for worker in [worker for worker, deadline in state.silent.items() if deadline <= turn.at]:
         _lose(turn, worker, "its channel broke and did not come back")
-    for replica in [r for r in state.replicas.values() if r.deadline and r.deadline <= turn.at]:
+    for replica in [state.replicas[worker] for worker, deadline in state.pulls.items() if deadline <= turn.at]:
         fleet.lose(turn, replica, f"its pull of {replica.target} did not end")
     for record in [r for r in state.versions[-1:] if r.awaited_until and r.awaited_until <= turn.at]:
         record.awaited_until = 0.0
@@ -221,6 +220,7 @@ def _run_pass(turn: Turn, name: str) -> bool:
     state, progressed = turn.state, False
     if name in state.skipped or any(held.pass_name == name for held in state.held.values()):
         return False
+    turn.candidates = None
     for _ in range(DECISIONS_MAX):
         decision = propose(turn)
         if decision is None:

@@ -9,6 +9,9 @@ there is a newer version, it pulls that.
 Only a healthy one is given work (`laminar.core.health`).
 """
 
+from collections.abc import Callable
+from heapq import heapify, heappop, heapreplace
+
 from laminar.core import bounds, failover, groups, health, recovery, refresh, relays, story, versions
 from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
@@ -68,6 +71,7 @@ def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> 
         groups.unpin(turn, state.trajectories[trajectory_id])
     del state.replicas[replica.id]
     state.failovers.pop(replica.id, None)
+    state.pulls.pop(replica.id, None)
     state.dirty.pop(replica.id, None)
     state.silent.pop(replica.id, None)
     state.fenced[replica.id] = max(replica.incarnation, state.fenced.get(replica.id, 0))
@@ -110,7 +114,8 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
     if replica is None:
         return
-    replica.version, replica.target, replica.deadline = event.version, None, 0.0
+    replica.version, replica.target = event.version, None
+    del turn.state.pulls[replica.id]
     replica.num_failed_pulls, replica.quarantined = 0, False
     replica.state = ReplicaState.GENERATING
     replica.admit_left = 0 if replica.id in turn.state.failovers else turn.settings.local_batch_groups
@@ -123,7 +128,8 @@ def on_refresh_failed(turn: Turn, event: ReplicaRefreshFailed) -> None:
     replica = _syncing(turn.state, event.worker, event.incarnation, event.version)
     if replica is None:
         return
-    replica.target, replica.deadline = None, 0.0
+    replica.target = None
+    del turn.state.pulls[replica.id]
     replica.num_failed_pulls += not failover.give_up(turn, replica, event.version)
     turn.tell(f"pull of {event.version} failed: {event.reason}", story.worker(replica.id))
     if replica.num_failed_pulls >= PULL_FAILURES_MAX:
@@ -141,6 +147,28 @@ def _syncing(state: State, worker: WorkerId, incarnation: int, version: Version)
     return replica
 
 
+def _next_candidate(turn: Turn, may: Callable[[Replica], bool], load: Callable[[Replica], int]) -> Replica | None:
+    """Of the dirty replicas that may, the least loaded, the first among equals.
+
+    One that may not is not asked again in this pass: pulls and new groups take room, they give none to others. So a pass
+    over R replicas with D decisions asks R + D times, not R · D.
+    """
+    replicas = turn.state.replicas
+    if turn.candidates is None:
+        turn.candidates = [(load(replicas[worker]), place, worker) for place, worker in enumerate(turn.state.dirty)]
+        heapify(turn.candidates)
+    while turn.candidates:
+        known, place, worker = turn.candidates[0]
+        replica = replicas[worker]
+        if load(replica) != known:
+            heapreplace(turn.candidates, (load(replica), place, worker))
+        elif may(replica):
+            return replica
+        else:
+            heappop(turn.candidates)
+    return None
+
+
 # ---- the refresh pass --------------------------------------------------------------------------------------
 
 
@@ -148,12 +176,13 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
     """The first replica that has nothing running and is wanted for an old version, or could hold something newer."""
     if turn.state.stopping:
         return None
-    for worker in turn.state.dirty:
-        replica = turn.state.replicas[worker]
-        wanted = failover.wanted(turn, replica) or _newer(turn, replica)
-        if wanted is not None and not replica.draining and is_drained(turn, replica):
-            return wanted
-    return None
+    replica = _next_candidate(turn, lambda replica: _pull(turn, replica) is not None, lambda replica: 0)
+    return _pull(turn, replica) if replica else None
+
+
+def _pull(turn: Turn, replica: Replica) -> RefreshReplica | None:
+    wanted = failover.wanted(turn, replica) or _newer(turn, replica)
+    return wanted if wanted and not replica.draining and is_drained(turn, replica) else None
 
 
 def _newer(turn: Turn, replica: Replica) -> RefreshReplica | None:
@@ -186,7 +215,7 @@ def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
         del state.failovers[replica.id]
     record = versions.find(state, version)
     replica.state, replica.target = ReplicaState.SYNCING, version
-    replica.deadline = turn.at + turn.settings.refresh_timeout_s
+    state.pulls[replica.id] = turn.at + turn.settings.refresh_timeout_s
     digest = record.digest if record else ""
     turn.emit(PullWeights(cause=turn.cause, worker=replica.id, version=version, digest=digest, source=decision.source))
     turn.tell(f"pulls {version}", story.worker(replica.id), story.version(version))
@@ -201,13 +230,12 @@ def propose_dispatch(turn: Turn) -> DispatchNew | DispatchQueued | None:
         return None
     queued = _propose_queued(turn)
     if queued is not None:
+        turn.candidates = None
         return queued
     if turn.state.storage_failure or not (turn.state.dirty and gate_is_open(turn)):
         return None
-    ready = [replica for replica in map(turn.state.replicas.__getitem__, turn.state.dirty) if _may_admit(turn, replica)]
-    if not ready:
-        return None
-    return DispatchNew(worker=min(ready, key=lambda replica: len(replica.attempts)).id)
+    replica = _next_candidate(turn, lambda replica: _may_admit(turn, replica), lambda replica: len(replica.attempts))
+    return DispatchNew(worker=replica.id) if replica else None
 
 
 def gate_is_open(turn: Turn) -> bool:

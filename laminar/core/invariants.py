@@ -69,6 +69,8 @@ def _check_groups(state: State) -> None:
 
 
 def _check_replicas(state: State) -> None:
+    syncing = [replica.id for replica in state.replicas.values() if replica.state == ReplicaState.SYNCING]
+    assert sorted(state.pulls) == sorted(syncing), f"{list(state.pulls)} have a deadline for a pull, {syncing} pull"
     for replica in state.replicas.values():
         generating = 0
         for trajectory_id, attempt in replica.attempts.items():

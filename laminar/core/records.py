@@ -122,8 +122,6 @@ class Replica(msgspec.Struct, kw_only=True):
     version: Version | None = None
     target: Version | None = None
     """Version being pulled while syncing."""
-    deadline: float = 0.0
-    """When the present state has lasted too long; 0 = never."""
     draining: bool = False
     """An operator wants it out: it finishes what it has and leaves."""
     num_failed_pulls: int = 0
@@ -334,6 +332,8 @@ class State(msgspec.Struct, kw_only=True):
     restarts: dict[WorkerId, Restart] = {}
     dirty: dict[WorkerId, None] = {}
     """Replicas that the passes look at."""
+    pulls: dict[WorkerId, float] = {}
+    """Replicas that pull -> when that has lasted too long."""
     silent: dict[WorkerId, float] = {}
     """Workers whose channel broke -> when they count as lost."""
     health_check_at: float = 0.0

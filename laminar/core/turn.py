@@ -4,7 +4,7 @@ from laminar.core.actions import AnyAction, RaiseAlarm
 from laminar.core.records import State
 from laminar.core.settings import Settings
 from laminar.core.story import Story
-from laminar.ids import Version
+from laminar.ids import Version, WorkerId
 
 
 class Turn:
@@ -15,6 +15,8 @@ class Turn:
         self.settings = settings
         self.story = story
         self.actions: list[AnyAction] = []
+        self.candidates: list[tuple[int, int, WorkerId]] | None = None
+        """Heap of what the present pass has not ruled out: (load, place among the dirty, replica); None = it has not begun."""
 
     @property
     def at(self) -> float:

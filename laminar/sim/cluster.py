@@ -107,6 +107,8 @@ class Software:
     """Of line rate in a relay link: measured RDMA streams and host-memory copies reach about that."""
     message_s: float = 20e-6
     """T_start of one chunk on a link."""
+    storage_bandwidth: float = 5e9
+    """Shared storage, as one replica reads it; assumed, and used only when checkpoints serve old versions."""
     publish_bandwidth: float = 100e9
     """Device to relay memory on one trainer host; the paper's actor stall (0.64 s at 32B, 1.40 s at 72B) gives 102 GB/s."""
     global_sync_s: float = 2.0
@@ -126,6 +128,7 @@ class Cluster:
     software: Software = Software()
     num_requests_max: int = 256
     """Concurrent requests of one replica (the paper's setting)."""
+    gpus_per_host: int = 8
 
     @property
     def num_replicas(self) -> int:
@@ -134,13 +137,13 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """Rollout hosts of eight GPUs, one relay each."""
-        return math.ceil(self.rollout_gpus / 8)
+        """Rollout hosts, one relay each."""
+        return math.ceil(self.num_replicas / self.replicas_per_host)
 
     @property
     def replicas_per_host(self) -> int:
         """Replicas that share a host."""
-        return max(1, 8 // self.model.tensor_parallel)
+        return max(1, self.gpus_per_host // self.model.tensor_parallel)
 
     @property
     def kv_tokens_max(self) -> int:
@@ -171,14 +174,21 @@ class Cluster:
         rate = self.model.tensor_parallel * self.hardware.pcie_bandwidth * self.software.pcie_share
         return self.model.weight_bytes / rate
 
+    def checkpoint_pull_s(self) -> float:
+        """A replica loads a checkpoint's weights."""
+        return self.model.weight_bytes / self.software.storage_bandwidth
+
     def publish_stall_s(self) -> float:
         """How long the trainer waits while its shards go to the relay."""
         return self.model.weight_bytes / self.software.publish_bandwidth
 
+    def link_byte_s(self) -> float:
+        """T_byte of a link between two relays."""
+        return 1.0 / (self.hardware.network_bandwidth * self.software.network_share)
+
     def broadcast_s(self) -> float:
         """Chain-pipelined broadcast to one relay per rollout host: T*(p) of the paper's section on relays."""
-        per_byte = 1.0 / (self.hardware.network_bandwidth * self.software.network_share)
-        return chain_s(self.model.weight_bytes, self.num_hosts + 1, per_byte, self.software.message_s)
+        return chain_s(self.model.weight_bytes, self.num_hosts + 1, self.link_byte_s(), self.software.message_s)
 
     def train_s(self, num_tokens: int, num_gpus: int | None = None) -> float:
         """One actor update over `num_tokens`, experience preparation included: (6 + 2 f) N T / (gpus x peak x MFU)."""

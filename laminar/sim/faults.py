@@ -7,11 +7,15 @@
 | engine_crash | an hour | a worker process dies, which its socket tells at once; the same name starts again |
 | engine_hang | an hour | an engine computes nothing more, while its worker answers; killed when the core gives it up |
 | engine_slow | an hour | an engine decodes ten times as slowly for a while |
-| host_lost | an hour | all replicas of a host stop; only silence tells; a new host takes the names |
+| host_lost | an hour | all replicas of a host and its relay stop; only silence tells; a new host takes the names |
 | partition | an hour | a replica is cut off for longer than the grace; it goes on, returns, is fenced off and starts again |
 | short_partition | an hour | a channel breaks and comes back within the grace |
 | controller_crash | an hour | the core is replaced by one restored from its snapshot |
 | pull_failed, pull_hang | a case | a pull of weights fails, or never answers |
+| relay_crash | an hour | a relay that is not the master dies; the core starts it again and its neighbour fills it |
+| master_crash | an hour | the master relay dies |
+| link_slow | an hour | the link into a relay is ten times as slow for a while |
+| relay_partition | an hour | a relay is cut off from its neighbours and the controller, returns, is fenced off and starts again |
 | version_lost, publish_hang | a case | a publication is lost with the relay's copy, or never reported |
 | reward_infra, reward_data | a case | a reward cannot be computed for reasons of infrastructure, or of data |
 | checkpoint_failed | a case | a checkpoint cannot be written |
@@ -27,12 +31,14 @@ from laminar.core import events
 from laminar.core.engine import Core
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId, derive_seed
+from laminar.sim.relay_faults import RELAY_FAULTS, RelayFaults
 from laminar.sim.rollouts import Engine
 from laminar.sim.world import SimulationError, World
 
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
 PER_HOUR = (
     "engine_crash", "engine_hang", "engine_slow", "host_lost", "partition", "short_partition", "controller_crash",
+    *RELAY_FAULTS,
 )  # fmt: skip
 SLOW_FACTOR = 10.0
 PER_CASE = (
@@ -93,7 +99,7 @@ class Injector:
         }
         self._case_rates = {name: rate for name, rate in plan.rates if name in PER_CASE}
         world.intercept = self.spoils
-        world.rollouts.restart_s = plan.restart_s
+        world.rollouts.restart_s = world.relays.restart_s = plan.restart_s
         for name, rate in plan.rates:
             if name in PER_HOUR and rate > 0:
                 self._arm(name, rate)
@@ -114,6 +120,11 @@ class Injector:
 
     def strike(self, name: str, worker: WorkerId | None = None) -> None:
         """Break something now; `worker` = what, else chance chooses among what works."""
+        if name in RELAY_FAULTS:
+            heals_s = self.plan.slow_s if name == "link_slow" else self.plan.partition_s
+            struck = RelayFaults(self.world, self.random[name], heals_s).strike(name, worker)
+            self.world.measures.faults[name] += struck
+            return
         actions: dict[str, Callable[[WorkerId], None]] = {
             "engine_crash": self._engine_crash,
             "engine_hang": self._engine_hang,
@@ -165,6 +176,8 @@ class Injector:
         there = [w for w in self.world.rollouts.engines if w in state.replicas and state.replicas[w].host == host]
         if len(there) >= len([w for w, engine in self.world.rollouts.engines.items() if engine.connected]):
             there = there[:-1]
+        else:
+            self.world.relays.lose_host(host, self.plan.replace_s)
         for name in there:
             engine = self.world.rollouts.kill(name)
             assert engine is not None

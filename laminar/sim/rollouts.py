@@ -59,7 +59,6 @@ class Rollouts:
             actions.AbortAttempts: self._on_abort_attempts,
             actions.PullWeights: self._on_pull_weights,
             actions.ForgetTokens: self._on_forget_tokens,
-            actions.StopWorker: self._on_stop_worker,
         }
 
     def begin(self) -> None:
@@ -303,7 +302,7 @@ class Rollouts:
             return
         running = [r for r in engine.replica.requests.values() if r.trajectory not in engine.replica.stopping]
         assert not running, f"{action.worker} pulls under {len(running)} running requests"
-        wait_s = self.world.cluster.pull_s()
+        wait_s = self.world.relays.pull_s(action)
         event: events.AnyEvent = events.ReplicaRefreshed(
             worker=action.worker, incarnation=engine.incarnation, version=action.version, digest=action.digest,
             wait_s=wait_s,
@@ -330,12 +329,13 @@ class Rollouts:
             self.stored.pop(trajectory, None)
             self._versions.pop(trajectory, None)
 
-    def _on_stop_worker(self, action: actions.StopWorker) -> None:
-        engine = self.engines.get(action.worker)
-        if engine is not None and engine.incarnation == action.incarnation:
-            self.kill(action.worker)
+    def stop(self, worker: WorkerId, incarnation: int) -> None:
+        """The core has given it up; the launcher starts another in its place."""
+        engine = self.engines.get(worker)
+        if engine is not None and engine.incarnation == incarnation:
+            self.kill(worker)
             if engine.hung_at:
                 self.world.measures.detections_s.append(self.world.now - engine.hung_at)
             engine.given_up = not engine.connected
             if engine.connected and not self.world.core.state.finished:
-                self.rejoin(action.worker, action.incarnation, self.restart_s)
+                self.rejoin(worker, incarnation, self.restart_s)

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import to_builtins
+
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.errors import ConfigError
@@ -24,6 +26,7 @@ OUTSTANDING_BATCHES = 4
 """Limit of groups in flight and buffered, in fleets' local batches. A group is open until its longest sibling has ended, three to
 four times as long as a trajectory takes; a lower limit would hold generation back, as the paper, which has none, does not."""
 FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
+RELAY_RESTARTS_MAX = 3  # as replicas by default
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
 
@@ -34,6 +37,7 @@ class Scenario:
     model: str = "32B"
     hardware: str = "H800"
     gpus: int = 128
+    gpus_per_host: int = 8
     split: tuple[int, int] | None = None
     """(train, rollout) GPUs; None = the balanced one."""
     workload: Workload
@@ -63,7 +67,10 @@ class Scenario:
                 f"--split {train}/{rollout}: the trainer needs at least 1 GPU and a {self.model} replica "
                 f"{model.tensor_parallel}; give train/rollout counts that leave both enough"
             )
-        return Cluster(hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout)
+        return Cluster(
+            hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout,
+            gpus_per_host=self.gpus_per_host,
+        )  # fmt: skip
 
     def balanced_split(self) -> tuple[int, int]:
         """By the formulas alone: of the placements whose slower side (steady decoding, or the trainer) is within a tolerance of
@@ -110,6 +117,7 @@ class Scenario:
             refresh_policy="continuous" if self.policy == "continuous" else "batch",
             repack_interval_s=5.0 if self.repack else 0.0,
             repack_requests_max=cluster.requests_memory_bound,
+            relay_restarts_max=RELAY_RESTARTS_MAX,
         )
 
     def world(self) -> World:
@@ -177,6 +185,8 @@ def summary(scenario: Scenario, world: World) -> dict[str, Any]:
         "trajectories_moved": state.repack.num_moves,
         "tokens_prefilled_by_moves": state.repack.num_moved_tokens,
         "preemptions": sum(replica.num_preemptions for replica in engines),
+        "failovers": to_builtins(state.num_failovers),
+        "chain_epochs": state.chain.epoch,
         "tokens_lost": world.measures.num_tokens_lost,
         "tokens_dropped": dict(state.ledger.tokens.dropped),
         "trajectories_dropped": dict(state.ledger.trajectories.dropped),

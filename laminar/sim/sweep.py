@@ -7,6 +7,7 @@ from random import Random
 
 from laminar.ids import derive_seed
 from laminar.sim.faults import PER_CASE, PER_HOUR, FaultPlan
+from laminar.sim.relay_faults import RELAY_FAULTS
 from laminar.sim.scenario import Scenario, simulate
 from laminar.sim.workload import Workload
 from laminar.sim.world import SimulationError
@@ -14,7 +15,8 @@ from laminar.sim.world import SimulationError
 SWEEP_STREAM = 78
 EVENTS_MAX = 100_000  # a hundred times what such a run takes
 EXPLAINED = {
-    "could not be published": ("version_lost", "publish_hang"),
+    "could not be published": ("version_lost", "publish_hang", *RELAY_FAULTS, "host_lost"),
+    "the relay": (*RELAY_FAULTS, "host_lost"),
     "could not be written": ("checkpoint_failed",),
     "no rollout replica is left": (
         "engine_crash",
@@ -58,6 +60,7 @@ def scenario(seed: int) -> Scenario:
         progress_timeout_s=10.0,
         answer_s=random.choice([0.0, 0.25, 2.0]),
         check_every=20,
+        gpus_per_host=random.choice([1, 1, 2, 8]),
         traced=True,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The trainer's and the relays' side of the simulated world: steps, publications, checkpoints, the sampler, and the records kept.
+"""The trainer's side of the simulated world: steps, publications, checkpoints, the sampler, and the records kept.
 
 Invariant: no trajectory is trained twice, except in a later attempt of the same step.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """Commands are executed in the order sent; a publication stalls the trainer until its shards are with the relay."""
+    """Commands are executed in the order sent; a publication stalls the trainer until its shards are with the master relay."""
 
     def __init__(self, world: "World") -> None:
         self.world = world
@@ -37,12 +37,11 @@ class Training:
         self.world.at(written, lambda: self.world.send(events.ShardsWritten(version=action.version, stall_s=stall_s)))
         if self.world.intercept("publish_hang", action):
             return
-        event: events.AnyEvent = events.VersionReady(
-            version=action.version, digest=f"d{action.version}", num_bytes=int(self.world.cluster.model.weight_bytes)
-        )
         if self.world.intercept("version_lost", action):
             event = events.VersionLost(version=action.version, reason="injected")
-        self.world.at(written + self.world.cluster.broadcast_s(), lambda: self.world.send(event))
+            self.world.at(written, lambda: self.world.send(event))
+        else:
+            self.world.relays.publish(action.version, written)
 
     def _on_start_train_step(self, action: actions.StartTrainStep) -> None:
         for row in action.rows:

@@ -3,8 +3,8 @@
     heap ──(at, order)──► event ──► Core.handle ──► actions ──► rollouts, training ──► heap
 
 Invariants: events are stamped 1, 2, 3 … in order of time. After every event, for what it touched: the ledger is closed, and
-replicas stay within their limits; `rollouts` and `training` check what they are asked for (one version per trajectory, nothing
-started or trained twice). Every 10,000 events and at the end: all of `laminar.core.invariants`.
+replicas stay within their limits; `rollouts`, `relays` and `training` check what they are asked for (one version per
+trajectory, nothing started or trained twice). Every 10,000 events and at the end: all of `laminar.core.invariants`.
 """
 
 import hashlib
@@ -22,13 +22,14 @@ from laminar.core.settings import Settings
 from laminar.ids import WorkerId
 from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
+from laminar.sim.relays import TRAINER_HOST, Relays
 from laminar.sim.rollouts import Rollouts
 from laminar.sim.training import Training
 from laminar.sim.workload import Workload
 
 CHECK_ALL_EVERY = 10_000  # events; a check of everything costs about as much as some hundred events
 EVENTS_MAX = 50_000_000  # a run of months; more means that it does not end
-RELAY, TRAINER = WorkerId("relay-0"), WorkerId("trainer-0/0")
+TRAINER = WorkerId("trainer-0/0")
 
 
 class SimulationError(AssertionError):
@@ -66,9 +67,11 @@ class World:
         self._timer_at: float | None = None
         self.rollouts = Rollouts(self)
         self.training = Training(self)
-        self._answers = self.rollouts.answers | self.training.answers
+        self.relays = Relays(self)
+        self._answers = self.rollouts.answers | self.training.answers | self.relays.answers
         self._answers |= {actions.RaiseAlarm: self._on_raise_alarm, actions.FinishRun: lambda action: None}
-        self._answers[actions.ArrangeChain] = lambda action: None
+        self._answers[actions.StartWorker] = self._on_start_worker
+        self._answers[actions.StopWorker] = self._on_stop_worker
 
     # ---- running -----------------------------------------------------------------------------------------------
 
@@ -84,10 +87,12 @@ class World:
         self._checked(invariants.check, self.core.state)
 
     def begin(self) -> None:
-        """The first events: relay, trainer, replicas."""
+        """The first events: relays, trainer, replicas."""
         self.send(events.RunStarted(boot=1))
-        self.send(events.RelayJoined(worker=RELAY, incarnation=1))
-        self.send(events.TrainerRankReady(worker=TRAINER, incarnation=1, rank=0, world_size=1, step=0))
+        self.relays.begin()
+        self.send(
+            events.TrainerRankReady(worker=TRAINER, incarnation=1, rank=0, world_size=1, step=0, host=TRAINER_HOST)
+        )
         self.rollouts.begin()
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
@@ -140,6 +145,13 @@ class World:
             if due and due <= self.now:
                 self.rollouts.report_kv()
             self.send(events.TimerFired())
+
+    def _on_start_worker(self, action: actions.StartWorker) -> None:
+        self.relays.start(action.worker)
+
+    def _on_stop_worker(self, action: actions.StopWorker) -> None:
+        self.relays.stop(action.worker, action.incarnation)
+        self.rollouts.stop(action.worker, action.incarnation)
 
     def _on_raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self.measures.faults[f"alarm:{action.name}"] += 1

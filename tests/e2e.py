@@ -7,6 +7,8 @@ Invariants:
 * Every wait is bounded and ends early when the controller does.
 """
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -69,10 +72,11 @@ class Run:
         self.name, self.path = name, directory / name
         self.lines: list[str] = []
         """What the controller printed so far, stderr included."""
-        self._mark = uuid.uuid4().hex
+        self.mark = {MARK: uuid.uuid4().hex}
+        """Environment of everything that belongs to the run."""
         self._changed = threading.Condition()
         self._ended = False
-        environment = {**os.environ, MARK: self._mark, "PYTHONPATH": ":".join([*python_path, str(ROOT)])}
+        environment = {**os.environ, **self.mark, "PYTHONPATH": ":".join([*python_path, str(ROOT)])}
         self.process = subprocess.Popen(
             [*wrap, sys.executable, "-m", "laminar.controller", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -150,6 +154,26 @@ class Run:
             self._reader.join(10.0)
         return code
 
+    # ---- asking --------------------------------------------------------------------------------------------
+
+    def ask(self, method: str, path: str, token: str | None = None) -> tuple[int, Any]:
+        """(status, JSON) of a request to the running controller, with its token or another."""
+        url, own = (self.path / "url").read_text(), (self.path / "token").read_text()
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+        try:
+            connection.request(method, path, headers={"Authorization": f"Bearer {token or own}"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def status(self) -> dict[str, Any]:
+        """`/v1/status`."""
+        status, answer = self.ask("GET", "/v1/status")
+        assert status == 200, answer
+        found: dict[str, Any] = answer
+        return found
+
     # ---- processes -----------------------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals) -> None:
@@ -162,7 +186,7 @@ class Run:
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
+            return process.environ().get(MARK) == self.mark[MARK] and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             return False
 

@@ -64,7 +64,7 @@ class Replay:
         """Events after which two replicas generated under different versions."""
         self._flushed: dict[tuple[int, int], int] = {}
         self._workers: dict[TrajectoryId, WorkerId] = {}
-        for event in _events(run):
+        for event in events_of(run):
             self._take(event)
 
     def _take(self, event: events.AnyEvent) -> None:
@@ -112,7 +112,8 @@ class Replay:
                 )
 
 
-def _events(run: Run) -> Iterator[events.AnyEvent]:
+def events_of(run: Run) -> Iterator[events.AnyEvent]:
+    """The log, in order."""
     for (body,) in run.query("SELECT body FROM events ORDER BY boot, seq"):
         yield msgspec.msgpack.decode(body, type=events.AnyEvent)
 

@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -46,6 +46,8 @@ class Finished(NamedTuple):
     replay: Replay
     tokens: Tokens
     config: Config
+    status: dict[str, Any]
+    """Of the controller, shortly before it was stopped."""
 
     def weights(self, version: Version) -> Path:
         """A Hugging Face directory with this version's weights."""
@@ -79,9 +81,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             run.until_said(rf"^step {step}/")
             if _is_enough(Replay(run)):
                 break
+        status = run.status()
         run.signal(signal.SIGINT)
         assert run.wait() == 0, run.output
-    return Finished(run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []))
+    return Finished(run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []), status)
 
 
 def _is_enough(replay: Replay) -> bool:
@@ -93,6 +96,16 @@ def test_a_run_with_long_tails_moves_trajectories(finished: Finished) -> None:
     assert finished.run.until_said(rf"^repack +{finished.replay.core.state.repack.num_moves} moves from [1-9]")
     assert ledger_is_closed(finished.run.output)
     assert finished.run.num_dropped().keys() <= {"stopped"}
+
+
+def test_the_status_says_how_much_moved_and_why_each_replica_is_a_source_or_not(finished: Finished) -> None:
+    repack = finished.status["repack"]
+    assert repack["checks"] > repack["emptied"] > 0
+    assert repack["moves"] >= MOVES_MIN
+    assert repack["moved_tokens"] > 0
+    assert repack["reasons"].keys() <= {"rollout-0", "rollout-1"}
+    assert all(repack["reasons"].values())
+    assert repack["checked_at"] > 0
 
 
 def test_a_move_keeps_every_token_once(finished: Finished) -> None:

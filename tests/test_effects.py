@@ -238,6 +238,16 @@ async def test_a_worker_that_is_given_up_is_fenced_and_its_process_stopped(world
     assert world.server.workers("rollout") == []
 
 
+async def test_a_drained_worker_is_fenced_and_ends_by_itself(world: World) -> None:
+    channel: Channel = next(c for c in world.server.channels() if c.worker == ROLLOUT)
+    world.effects.perform(
+        actions.StopWorker(cause=1, worker=ROLLOUT, incarnation=channel.incarnation, reason="drained", lost=False)
+    )
+    assert await world.received(ROLLOUT) == wire.Stop(reason="drained")
+    assert world.server.workers("rollout") == []
+    assert (world.stopped, world.alarms) == ([], [])
+
+
 async def test_an_alarm_is_shown_and_kept(world: World) -> None:
     world.effects.perform(actions.RaiseAlarm(cause=1, name="sampler", text="it chose nothing"))
     assert world.alarms == [("sampler", "it chose nothing")]

@@ -196,16 +196,23 @@ async def test_status_is_served_to_who_has_the_token(world: World) -> None:
 
 
 async def test_an_operator_drains_a_replica_by_its_name(world: World) -> None:
-    drained: list[str] = []
-    world.server.on_drain = drained.append
+    asked: list[str] = []
+
+    def on_drain(worker: str) -> str:
+        asked.append(worker)
+        return "" if len(asked) == 1 else "it is the last"
+
+    world.server.on_drain = on_drain
     http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
     async with linked(world, "rollout-3"), http:
         async with http.post(f"{world.url}/v1/drain/rollout-3") as answer:
             assert answer.status == 200
+        async with http.post(f"{world.url}/v1/drain/rollout-3") as answer:
+            assert (answer.status, await answer.json()) == (409, {"error": "it is the last"})
         async with http.post(f"{world.url}/v1/drain/rollout-4") as answer:
             assert answer.status == 404
             assert "there are: rollout-3" in (await answer.json())["error"]
-    assert drained == ["rollout-3"]
+    assert asked == ["rollout-3", "rollout-3"]
 
 
 async def test_an_occupied_port_is_a_start_error_that_says_what_to_do() -> None:

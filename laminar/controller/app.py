@@ -30,7 +30,7 @@ from laminar.controller.server import Channel, Server
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events, health
+from laminar.core import actions, events, fleet, health
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
@@ -189,7 +189,7 @@ class Application:
             events.WorkerReturned(worker=c.worker, incarnation=c.incarnation)
         )
         self._server.token_rows = self._tokens.rows
-        self._server.on_drain = lambda worker: self._post(events.DrainRequested(worker=worker))
+        self._server.on_drain = self._on_drain
         self._server.status = self._status
 
     async def _start(self) -> None:
@@ -321,6 +321,11 @@ class Application:
         if not workers:
             self._post(events.WorkerLost(worker=WorkerId(name), incarnation=0, reason=reason))
 
+    def _on_drain(self, worker: WorkerId) -> str:
+        refusal = fleet.why_not_drained(self._runtime.core.state, worker)
+        self._post(events.DrainRequested(worker=worker))
+        return refusal
+
     def _on_signal(self, name: str) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
@@ -339,6 +344,14 @@ class Application:
             "steps": self._config.run.steps,
             "buffer_groups": len(state.buffer),
             "replicas": self._replicas(),
+            "repack": {
+                "checked_at": state.repack.checked_at,
+                "reasons": state.repack.reasons,
+                "checks": state.repack.num_checks,
+                "emptied": state.repack.num_released,
+                "moves": state.repack.num_moves,
+                "moved_tokens": state.repack.num_moved_tokens,
+            },
             "ledger": msgspec.to_builtins(state.ledger),
             "metrics": self._telemetry.history[-1] if self._telemetry.history else {},
         }

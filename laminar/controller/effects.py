@@ -125,7 +125,8 @@ class Effects:
             text = f"{action.worker} was lost: {action.reason}"
             self._raise_alarm(actions.RaiseAlarm(cause=action.cause, name="worker-lost", text=text))
         self._server.fence(action.worker, action.incarnation, action.reason)
-        self._stop_process(action.worker)
+        if action.lost:
+            self._stop_process(action.worker)
 
     # ---- trainer -------------------------------------------------------------------------------------------
 

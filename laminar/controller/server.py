@@ -69,7 +69,8 @@ class Server:
         self.on_message: Callable[[Channel, wire.Message], int] = lambda channel, message: 0
         self.on_broken: Callable[[Channel], None] = lambda channel: None
         self.on_returned: Callable[[Channel], None] = lambda channel: None
-        self.on_drain: Callable[[WorkerId], Any] = lambda worker: None
+        self.on_drain: Callable[[WorkerId], str] = lambda worker: ""
+        """Why the replica is not drained; empty = it is."""
         self.status: Callable[[], dict[str, Any]] = dict
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
@@ -161,7 +162,9 @@ class Server:
         if worker not in self.workers("rollout"):
             known = ", ".join(self.workers("rollout")) or "none"
             return web.json_response({"error": f"there is no replica {worker!r}; there are: {known}"}, status=404)
-        self.on_drain(worker)
+        refusal = self.on_drain(worker)
+        if refusal:
+            return web.json_response({"error": refusal}, status=409)
         return web.json_response({"draining": worker})
 
     async def _status(self, request: web.Request) -> web.Response:

@@ -85,14 +85,22 @@ def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> 
     turn.tell(f"{'lost' if lost else 'leaves'}: {reason}", story.worker(replica.id))
 
 
+def why_not_drained(state: State, worker: WorkerId) -> str:
+    """Why a replica would not be drained; empty = it would. The last one that admits is kept: the run could not go on."""
+    if worker not in state.replicas:
+        return f"{worker} is not drained: there is no such replica"
+    if all(replica.draining for replica in state.replicas.values() if replica.id != worker):
+        return f"{worker} is not drained: it is the last replica that admits groups"
+    return ""
+
+
 def on_drain(turn: Turn, event: DrainRequested) -> None:
-    """The replica admits nothing more. The last one that admits is kept: without it the run could not go on."""
-    replica = turn.state.replicas.get(event.worker)
-    others = [r for r in turn.state.replicas.values() if not r.draining and r.id != event.worker]
-    if replica is None or not others:
-        why = "there is no such replica" if replica is None else "it is the last replica that admits groups"
-        turn.emit(RaiseAlarm(cause=turn.cause, name="drain-refused", text=f"{event.worker} is not drained: {why}"))
+    """The replica admits nothing more, if it can be spared."""
+    refusal = why_not_drained(turn.state, event.worker)
+    if refusal:
+        turn.emit(RaiseAlarm(cause=turn.cause, name="drain-refused", text=refusal))
         return
+    replica = turn.state.replicas[event.worker]
     replica.draining = True
     turn.state.dirty[replica.id] = None
     turn.tell("is drained", story.worker(replica.id))

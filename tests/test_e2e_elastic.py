@@ -88,13 +88,21 @@ def _check_books(run: Run) -> None:
     assert set(steps) == {(16, 16)}
 
 
-def test_a_worker_with_a_wrong_token_is_turned_away_and_says_why(tmp_path: Path) -> None:
+def test_a_worker_with_a_wrong_token_or_a_taken_name_is_turned_away_and_says_why(tmp_path: Path) -> None:
     with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, "run.steps=5000") as run:
-        run.until_said(r"^run ")
-        with one_more(run, "rollout-9", token="guessed") as stranger:
-            assert stranger.wait(60.0) == 1
-            assert stranger.stderr is not None
-            assert "token" in stranger.stderr.read()
+        run.until_said(r"^step 1/")
+        with one_more(run, "rollout-9", token="guessed") as stranger, one_more(run, "rollout-0") as double:
+            _is_turned_away(stranger, "LAMINAR_TOKEN must hold the token of this run")
+            _is_turned_away(double, "rollout-0 is connected already")
+        step = run.status()["step"]
+        run.until_said(rf"^step {step + 2}/")
         run.signal(signal.SIGINT)
         assert run.wait() == 0, run.output
     assert ledger_is_closed(run.output)
+    assert not [line for line in run.lines if line.startswith("alarm")]
+
+
+def _is_turned_away(worker: subprocess.Popen[str], reason: str) -> None:
+    assert worker.wait(60.0) == 1
+    assert worker.stderr is not None
+    assert reason in worker.stderr.read()

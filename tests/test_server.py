@@ -501,22 +501,33 @@ async def test_the_newer_connection_of_a_process_takes_over_and_the_old_one_is_n
     assert world.broken in ([], [("rollout-0", 10)])  # at most that of the new one, when it left
 
 
-async def test_a_newer_process_replaces_an_older_one_which_is_told_to_stop(world: World) -> None:
+async def test_a_newer_process_replaces_an_older_one_whose_connection_is_gone(world: World) -> None:
     name = WorkerId("rollout-0")
     async with dialled(world) as old:
         await old.greet(hello())
         world.server.send(name, wire.Publish(version=Version(1, 0)))
         assert (await old.message())[0] == 1
-        async with dialled(world) as new:
-            await new.greet(hello(incarnation=11))
-            assert isinstance((await old.message())[1], wire.Stop)
-            world.server.send(name, wire.Publish(version=Version(2, 0)))
-            assert await new.message() == (1, wire.Publish(version=Version(2, 0))), "a fresh session begins with 1"
-            await old.ws.close()
-            await new.say(lost(1))
-            await world.until(lambda: world.steps() == [1])
-            assert world.broken == []
-            assert world.returned == []
+        old.cut()
+        await world.until(lambda: world.broken == [("rollout-0", 10)])
+    async with dialled(world) as new:
+        await new.greet(hello(incarnation=11))
+        world.server.send(name, wire.Publish(version=Version(2, 0)))
+        assert await new.message() == (1, wire.Publish(version=Version(2, 0))), "a fresh session begins with 1"
+        await new.say(lost(1))
+        await world.until(lambda: world.steps() == [1])
+        assert world.returned == []
+
+
+async def test_a_process_under_the_name_of_a_living_one_is_refused(world: World) -> None:
+    async with dialled(world) as first, dialled(world) as second:
+        await first.greet(hello())
+        answer = (await second.greet(hello(incarnation=11))).message
+        assert isinstance(answer, wire.Refused)
+        assert "rollout-0 is connected already" in answer.reason
+        await second.end()
+        await first.say(lost(1))
+        await world.until(lambda: world.steps() == [1])
+        assert world.broken == []
 
 
 async def test_a_fenced_worker_is_told_to_stop_and_refused_afterwards(world: World) -> None:

@@ -1,7 +1,8 @@
 """The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, status for people.
 
 Every route needs the run's token. One `Channel` per worker name; a reconnect of the same process continues its session, a new
-process (higher incarnation) replaces it. Frames are acknowledged only when the event made of them is on disk.
+process (higher incarnation) replaces one whose connection is gone. Frames are acknowledged only when the event made of them is
+on disk.
 
 Invariants: a connection that ends, for whatever reason, is reported broken unless a newer one took its place or the worker
 said goodbye; a peer that neither reads nor writes cannot delay that, nor the end of the run.
@@ -208,8 +209,6 @@ class Server:
         known = self._channels.get(hello.worker)
         returning = known is not None and known.incarnation == hello.incarnation
         channel = known if known is not None and returning else Channel(hello)
-        if known is not None and not returning:
-            known.put(known.session.unreliable(wire.Stop(reason="a newer process of this name is here")))
         self._channels[hello.worker] = channel
         welcome = wire.Welcome(
             protocol=wire.PROTOCOL,
@@ -245,6 +244,8 @@ class Server:
             return f"this process was given up: {why}"
         if known is not None and known.incarnation > hello.incarnation:
             return "a newer process of this name is here"
+        if known is not None and known.incarnation != hello.incarnation and known.socket and not known.said_goodbye:
+            return f"{hello.worker} is connected already (pid {known.pid}); choose another name"
         return ""
 
     async def _serve(self, channel: Channel, socket: web.WebSocketResponse) -> None:

@@ -26,16 +26,6 @@ pytestmark = pytest.mark.timeout(180)
 STEPS_MAX = 80  # far more than it takes: the run is stopped when enough has happened
 LOOK_EVERY = 10  # steps
 MOVES_MIN = 10
-LONG_TAILS = (
-    f"run.steps={STEPS_MAX}",
-    "rollout.max_tokens=100",
-    "rollout.length_floor_median=12",
-    "rollout.length_floor_p99=90",
-    "rollout.local_batch_groups=4",
-    "trainer.batch_prompts=6",
-    "buffer.max_groups=8",  # two local batches: the replicas begin them at about the same time, under one version
-    "repack.interval_s=0.2",
-)
 TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by two programs
 
 
@@ -73,9 +63,14 @@ class Finished(NamedTuple):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run that was stopped when enough had moved. Every version's weights are kept, and they differ much."""
     directory = tmp_path_factory.mktemp("repack")
-    weights = ("trainer.lr=1e-3", "trainer.checkpoint_every=1", f"trainer.keep_last={STEPS_MAX}")
+    weights = (
+        f"run.steps={STEPS_MAX}",
+        "trainer.lr=1e-3",
+        "trainer.checkpoint_every=1",
+        f"trainer.keep_last={STEPS_MAX}",
+    )
     hosts = hosts_file(directory, replicas=2)
-    with Run.start(directory, hosts, *LONG_TAILS, *weights, config="longtail.toml") as run:
+    with Run.start(directory, hosts, *weights, config="longtail.toml") as run:
         kept = keep_tokens(run)
         for step in range(LOOK_EVERY, STEPS_MAX, LOOK_EVERY):
             run.until_said(rf"^step {step}/")
@@ -213,7 +208,7 @@ def _check_pull(freed: Freed) -> None:
 
 def test_a_continuous_fleet_drains_and_each_trajectory_keeps_its_version(tmp_path: Path) -> None:
     """The learning rate is 0: every version has the same values, so the trainer's log-probs must be those of all rollouts."""
-    overrides = ("run.steps=10", "rollout.refresh_policy=continuous", "trainer.lr=0", "repack.interval_s=0.1")
+    overrides = ("run.steps=10", "rollout.refresh_policy=continuous", "trainer.lr=0", "buffer.max_groups=18")
     with Run.start(tmp_path, hosts_file(tmp_path, replicas=2), *overrides, config="longtail.toml") as run:
         assert run.wait() == 0, run.output
     assert ledger_is_closed(run.output)

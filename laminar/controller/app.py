@@ -27,14 +27,14 @@ from laminar.controller.plan import Process, plan, url_of
 from laminar.controller.rundir import RunDirectory, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Channel, Server
+from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events, fleet, health
+from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
-from laminar.core.turn import Turn
 from laminar.errors import ProtocolError, StartError
 from laminar.hosts import Host
 from laminar.ids import WorkerId
@@ -337,39 +337,8 @@ class Application:
         os._exit(EXIT_INTERRUPTED)
 
     def _status(self) -> dict[str, object]:
-        state = self._runtime.core.state
-        return {
-            "run": str(self._run.path),
-            "step": state.trainer.step,
-            "steps": self._config.run.steps,
-            "buffer_groups": len(state.buffer),
-            "replicas": self._replicas(),
-            "repack": {
-                "checked_at": state.repack.checked_at,
-                "reasons": state.repack.reasons,
-                "checks": state.repack.num_checks,
-                "emptied": state.repack.num_released,
-                "moves": state.repack.num_moves,
-                "moved_tokens": state.repack.num_moved_tokens,
-            },
-            "ledger": msgspec.to_builtins(state.ledger),
-            "metrics": self._telemetry.history[-1] if self._telemetry.history else {},
-        }
-
-    def _replicas(self) -> dict[str, dict[str, object]]:
-        """Every replica that is there or expected back, and those that were given up."""
-        core = self._runtime.core
-        found: dict[str, dict[str, object]] = {}
-        for worker, status in health.overview(Turn(core.state, core.settings, core.story)).items():
-            replica, restart = core.state.replicas.get(worker), core.state.restarts.get(worker)
-            found[worker] = {
-                "state": status.health,
-                "reason": status.reason,
-                "version": str(replica.version) if replica and replica.version else None,
-                "generating": replica.num_generating if replica else 0,
-                "restarts": restart.num if restart else 0,
-            }
-        return found
+        metrics = self._telemetry.history[-1] if self._telemetry.history else {}
+        return {"run": str(self._run.path), **status_of(self._runtime.core), "metrics": metrics}
 
     # ---- end -----------------------------------------------------------------------------------------------
 

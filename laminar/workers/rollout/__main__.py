@@ -69,6 +69,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--relay", type=Path, metavar="DIR", help="the relay's directory (default: that of this run)")
     arguments = parser.parse_args()
+    if not arguments.controller.startswith(("http://", "https://")):
+        parser.error(f"--controller {arguments.controller}: http://host:port is expected")
     if arguments.max_concurrent < 0:
         parser.error(f"--max-concurrent {arguments.max_concurrent}: 0 or more")
     return arguments

@@ -1,0 +1,48 @@
+"""What `/v1/status` says of the core: plain data for people and consoles."""
+
+import msgspec
+
+from laminar.core import health
+from laminar.core.engine import Core
+from laminar.core.records import RepackRecord
+from laminar.core.turn import Turn
+
+
+def status_of(core: Core) -> dict[str, object]:
+    """Where the run is, its replicas, the last repack check, the ledger."""
+    state = core.state
+    return {
+        "step": state.trainer.step,
+        "steps": core.settings.steps,
+        "buffer_groups": len(state.buffer),
+        "replicas": _replicas(core),
+        "repack": _repack(state.repack),
+        "ledger": msgspec.to_builtins(state.ledger),
+    }
+
+
+def _replicas(core: Core) -> dict[str, dict[str, object]]:
+    """Every replica that is there or expected back, and those that were given up."""
+    found: dict[str, dict[str, object]] = {}
+    for worker, status in health.overview(Turn(core.state, core.settings, core.story)).items():
+        replica, restart = core.state.replicas.get(worker), core.state.restarts.get(worker)
+        found[worker] = {
+            "state": status.health,
+            "reason": status.reason,
+            "version": str(replica.version) if replica and replica.version else None,
+            "generating": replica.num_generating if replica else 0,
+            "restarts": restart.num if restart else 0,
+        }
+    return found
+
+
+def _repack(record: RepackRecord) -> dict[str, object]:
+    """All checks so far in numbers, and why each replica was a source, a destination or neither in the last one."""
+    return {
+        "checked_at": record.checked_at,
+        "reasons": dict(record.reasons),
+        "checks": record.num_checks,
+        "emptied": record.num_released,
+        "moves": record.num_moves,
+        "moved_tokens": record.num_moved_tokens,
+    }

@@ -140,6 +140,11 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     on_incomplete: Literal["drop", "train"] = "drop"
     """A group that cannot be completed: drop it, or train on it from `min_group_size` siblings up."""
     min_group_size: int = 2
+    stragglers: Literal["wait", "drop"] = "wait"
+    """Siblings that generate far longer than the others of their group: wait for them, or, once `min_group_size` are done, train
+    without them. Faster, but biased: the longest answers are never trained on (docs/policies/groups.md)."""
+    straggler_factor: float = 4.0
+    """`drop`: far longer = more than this times the median generation time of the siblings that are done."""
     group_versions: Literal["regenerate", "mixed"] = "regenerate"
     """A sibling is to be retried but its version is gone: start the whole group again, or only that sibling."""
 
@@ -288,6 +293,10 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (
             not 2 <= c.buffer.min_group_size <= c.rollout.group_size,
             f"buffer.min_group_size = {c.buffer.min_group_size}: between 2 and rollout.group_size = {c.rollout.group_size}",
+        ),
+        (
+            c.buffer.straggler_factor < 1,
+            f"buffer.straggler_factor = {c.buffer.straggler_factor}: at least 1, or half of all answers would be late",
         ),
         (
             c.repack.interval_s <= 0,

@@ -44,6 +44,19 @@ def test_a_run_makes_its_steps_and_accounts_for_everything(policy, workload):
     assert sum(world.measures.s_gen.values()) == 3 * 8 * 4
 
 
+def test_groups_that_go_without_stragglers_account_for_them_and_train_on_shorter_answers():
+    patient, _ = simulate(scenario(iterations=8))
+    hasty, found = simulate(scenario(iterations=8, straggler_factor=2.0))
+    assert (found["finished"], found["ok"]) == ("measured", True)
+    books = hasty.core.state.ledger.trajectories
+    assert books.dropped["straggler"] > 0
+    assert set(books.dropped) <= {"straggler", "stopped"}
+    assert 8 * 8 * 4 - books.dropped["straggler"] <= books.committed < 8 * 8 * 4
+    lengths = [sum(i.num_tokens for i in world.measures.iterations) for world in (hasty, patient)]
+    rows = [world.core.state.ledger.trajectories.committed for world in (hasty, patient)]
+    assert lengths[0] / rows[0] < lengths[1] / rows[1], "the bias that the page states"
+
+
 def test_the_measured_window_ends_with_the_last_iteration_asked_for():
     slow_trainer = scenario(iterations=6, split=(1, 7), workload=replace(SHORT, median=20.0))
     world, found = simulate(slow_trainer)

@@ -72,6 +72,8 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         num_retries=config.rollout.num_retries,
         on_incomplete=config.buffer.on_incomplete,
         min_group_size=config.buffer.min_group_size,
+        stragglers=config.buffer.stragglers,
+        straggler_factor=config.buffer.straggler_factor,
         group_versions=config.buffer.group_versions,
         custom_sampler=config.buffer.sampler != "fifo",
         on_sampler_error=config.buffer.on_sampler_error,

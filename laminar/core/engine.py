@@ -21,6 +21,7 @@ from laminar.core import (
     snapshot,
     storage,
     story,
+    stragglers,
     training,
     versions,
 )
@@ -77,7 +78,7 @@ class Core:
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
         deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
-        deadlines += [moment for moment in (state.repack.next_at, state.health_check_at) if moment]
+        deadlines += [moment for moment in (state.repack.next_at, state.health_check_at, state.stragglers_at) if moment]
         return min(deadlines, default=None)
 
     def snapshot(self) -> bytes:
@@ -168,6 +169,11 @@ def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Rol
     none_is_left(turn, worker, reason)
 
 
+def _on_report(turn: Turn, event: events.ReplicaReported) -> None:
+    health.on_report(turn, event)
+    stragglers.on_report(turn, event)
+
+
 def _on_timer(turn: Turn, event: events.TimerFired) -> None:
     state = turn.state
     for worker in [worker for worker, deadline in state.silent.items() if deadline <= turn.at]:
@@ -181,6 +187,7 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         versions.lose(turn, record.version, "no word from the relay in time")
     for replica, reason in health.check(turn):
         fleet.lose(turn, replica, reason)
+    stragglers.check(turn)
     recovery.start_due(turn)
     if state.repack.next_at and state.repack.next_at <= turn.at:
         moves.trigger(turn)
@@ -282,7 +289,7 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.WorkerDisconnected: _on_disconnected,
     events.WorkerReturned: _on_returned,
     events.WorkerLost: _on_lost,
-    events.ReplicaReported: health.on_report,
+    events.ReplicaReported: _on_report,
     events.ReplicaRefreshed: fleet.on_refreshed,
     events.ReplicaRefreshFailed: fleet.on_refresh_failed,
     events.EvaluationFinished: evaluation.on_finished,

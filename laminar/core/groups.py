@@ -301,6 +301,18 @@ def _close_one(turn: Turn, group: Group) -> None:
         _complete(turn, group)
 
 
+def complete_without(turn: Turn, group: Group, siblings: list[Trajectory], reason: str) -> None:
+    """These, all that are open, are stopped and dropped{reason}; the others are the group."""
+    for trajectory in siblings:
+        _withdraw(turn, trajectory)
+        unpin(turn, trajectory)
+        drop_trajectory(turn, group, trajectory, "in_flight", reason)
+    turn.state.requeue.pop(group.id, None)
+    group.num_open = 0
+    turn.tell(f"goes without {len(siblings)} siblings: {reason}", story.group(group.id))
+    _complete(turn, group)
+
+
 def _complete(turn: Turn, group: Group) -> None:
     siblings = [turn.state.trajectories[trajectory_id] for trajectory_id in group.trajectories]
     failed = [t for t in siblings if t.state == TrajectoryState.FAILED]

@@ -336,6 +336,8 @@ class State(msgspec.Struct, kw_only=True):
     """Replicas that pull -> when that has lasted too long."""
     silent: dict[WorkerId, float] = {}
     """Workers whose channel broke -> when they count as lost."""
+    stragglers_at: float = 0.0
+    """When some group may have waited long enough for its last siblings; 0 = none is known."""
     health_check_at: float = 0.0
     """When the replicas' progress is looked at next; 0 = nothing is expected of any."""
     relays: dict[WorkerId, Relay] = {}

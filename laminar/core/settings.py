@@ -26,6 +26,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_retries: int = 3
     on_incomplete: Literal["drop", "train"] = "drop"
     min_group_size: int = 2
+    stragglers: Literal["wait", "drop"] = "wait"
+    """Siblings that generate far longer than the others: wait, or complete the group without them (`laminar.core.stragglers`)."""
+    straggler_factor: float = 4.0
+    """`drop`: far longer = more than this times the median of those that are done."""
     group_versions: Literal["regenerate", "mixed"] = "regenerate"
     custom_sampler: bool = False
     on_sampler_error: Literal["fifo", "stop"] = "fifo"

@@ -43,6 +43,8 @@ class Scenario:
     workload: Workload
     policy: str = "batch"
     repack: bool = True
+    straggler_factor: float = 0.0
+    """Groups go without siblings that take more than this times the median of those done; 0 = they wait for all."""
     faults: FaultPlan = NO_FAULTS
     sampler: Sampler | None = None
     seed: int = 0
@@ -114,6 +116,8 @@ class Scenario:
             checkpoint_every=1,
             evaluate=False,
             progress_timeout_s=max(self.progress_timeout_s, FLUSHES_PER_TIMEOUT * self.flush_s),
+            stragglers="drop" if self.straggler_factor else "wait",
+            straggler_factor=self.straggler_factor,
             refresh_policy="continuous" if self.policy == "continuous" else "batch",
             repack_interval_s=5.0 if self.repack else 0.0,
             repack_requests_max=cluster.requests_memory_bound,

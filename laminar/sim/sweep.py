@@ -48,6 +48,7 @@ def scenario(seed: int) -> Scenario:
         ),
         policy=random.choice(["batch", "continuous"]),
         repack=random.random() < 0.8,
+        straggler_factor=random.choice([0.0, 0.0, 2.0]),
         faults=FaultPlan(
             rates=tuple(rates), restart_s=5.0, replace_s=15.0, partition_s=random.choice([25.0, 40.0])
         ),

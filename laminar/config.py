@@ -119,7 +119,8 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     kv_share: float = 0.9
     """A destination is filled up to this share of its KV capacity (C_max)."""
     requests_max: int = 0
-    """Largest decode batch that is still memory-bound (B); 0 = as many as the replica decodes at once."""
+    """Largest decode batch that is still memory-bound (B); 0 = by the roofline of the replica's GPU (`laminar/roofline.py`), and
+    never more than the replica decodes at once, which is also what is taken where the GPU is unknown."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):

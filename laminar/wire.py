@@ -80,6 +80,8 @@ class RolloutReady(Message, frozen=True, kw_only=True):
     """KV-cache capacity in tokens."""
     context_tokens_max: int
     """Longest prompt + response that the model takes."""
+    num_requests_memory_bound: int = 0
+    """B by the roofline of its GPU; 0 = unknown."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -44,7 +44,7 @@ def _plan_version(candidates: list[Load], reasons: dict[WorkerId, str]) -> list[
                 kv_after=kv[best.worker],
                 requests_after=requests[best.worker],
                 reason=f"left fullest: {kv[best.worker]} of {best.kv_max} KV tokens, "
-                f"{requests[best.worker]} of {best.requests_max} requests",
+                f"{requests[best.worker]} of B = {best.requests_max} requests ({best.requests_max_by})",
             )
         )
         reasons[source.worker] = f"source: {source.num_requests} requests move to {best.worker}"

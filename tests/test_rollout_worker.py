@@ -202,6 +202,7 @@ async def test_a_group_is_generated_reported_and_rewarded_once(config: Config, r
     async with running(config, relay) as bench:
         (ready,) = bench.end.of(wire.RolloutReady)
         assert (ready.num_requests_max, ready.context_tokens_max) == (16, CONTEXT)
+        assert ready.num_requests_memory_bound == 0, "nothing is known of a CPU"
         await bench.hold()
         await bench.assign([start(number) for number in range(1, 9)])
         rewarded = await bench.until("rewarded", 8)

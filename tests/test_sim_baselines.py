@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from laminar.errors import ConfigError
+from laminar.roofline import HARDWARE
 from laminar.sim.baselines import Job, one_step, partial_rollout, place, stream, synchronous
-from laminar.sim.cluster import HARDWARE, MODELS, Cluster, Software
+from laminar.sim.cluster import MODELS, Cluster, Software
 from laminar.sim.decode import decode_model
 from laminar.sim.replica import Replica
 from laminar.sim.workload import Workload

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar.sim.cluster import HARDWARE, MODELS, Cluster, chain_s
+from laminar.roofline import HARDWARE
+from laminar.sim.cluster import MODELS, Cluster, chain_s
 from laminar.sim.decode import DecodeModel, decode_model
 
 

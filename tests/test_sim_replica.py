@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from laminar.ids import GroupId, TrajectoryId, Version
-from laminar.sim.cluster import HARDWARE, MODELS, Cluster
+from laminar.roofline import HARDWARE
+from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.decode import decode_model
 from laminar.sim.replica import KV_LOW, Replica, Request
 from laminar.sim.workload import Draw, Pause

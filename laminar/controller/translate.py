@@ -65,6 +65,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
         host=o.host,
         num_requests_max=m.num_requests_max,
         kv_tokens_max=m.kv_tokens_max,
+        num_requests_memory_bound=m.num_requests_memory_bound,
     ),
     wire.Refreshed: lambda m, o: events.ReplicaRefreshed(
         worker=o.worker, incarnation=o.incarnation, version=m.version, digest=m.digest, wait_s=m.wait_s

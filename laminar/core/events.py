@@ -58,6 +58,8 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     host: str
     num_requests_max: int
     kv_tokens_max: int
+    num_requests_memory_bound: int = 0
+    """B by the roofline of its GPU; 0 = unknown."""
 
 
 class WorkerDisconnected(Event, frozen=True, kw_only=True):

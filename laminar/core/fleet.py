@@ -42,6 +42,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
         host=event.host,
         num_requests_max=event.num_requests_max,
         kv_tokens_max=event.kv_tokens_max,
+        num_requests_memory_bound=event.num_requests_memory_bound,
         quarantined=event.worker in state.fenced,
     )
     state.silent.pop(event.worker, None)

@@ -30,7 +30,7 @@ def check(turn: Turn) -> None:
         return
     record.due = False
     replicas = [r for r in turn.state.replicas.values() if _takes_part(turn, r)]
-    plan = repack.plan([_load(turn, replica) for replica in replicas])
+    plan = repack.plan([load(turn, replica) for replica in replicas])
     for replica in replicas:
         replica.kv_previous = replica.kv_tokens
     record.reasons, record.checked_at, record.num_checks = plan.reasons, turn.at, record.num_checks + 1
@@ -50,9 +50,11 @@ def _takes_part(turn: Turn, replica: Replica) -> bool:
     return settled and replica.version is not None and not replica.leaving and not replica.draining
 
 
-def _load(turn: Turn, replica: Replica) -> repack.Load:
+def load(turn: Turn, replica: Replica) -> repack.Load:
+    """The replica as the planner sees it, with what is on its way."""
     settings = turn.settings
     assert replica.version is not None
+    requests_max, source = _memory_bound(turn, replica)
     return repack.Load(
         worker=replica.id,
         version=replica.version,
@@ -60,8 +62,18 @@ def _load(turn: Turn, replica: Replica) -> repack.Load:
         kv_previous=replica.kv_previous,
         num_requests=replica.num_generating + len(replica.incoming),
         kv_max=int(settings.repack_kv_share * replica.kv_tokens_max),
-        requests_max=settings.repack_requests_max or replica.num_requests_max,
+        requests_max=requests_max,
+        requests_max_by=source,
     )
+
+
+def _memory_bound(turn: Turn, replica: Replica) -> tuple[int, str]:
+    """B, and what says so."""
+    if turn.settings.repack_requests_max:
+        return turn.settings.repack_requests_max, "as configured"
+    if 0 < replica.num_requests_memory_bound < replica.num_requests_max:
+        return replica.num_requests_memory_bound, "by the roofline of its GPU"
+    return replica.num_requests_max, "as many as it decodes at once"
 
 
 def generating(turn: Turn, replica: Replica) -> list[TrajectoryId]:

@@ -118,6 +118,8 @@ class Replica(msgspec.Struct, kw_only=True):
     host: str
     num_requests_max: int
     kv_tokens_max: int
+    num_requests_memory_bound: int = 0
+    """B by the roofline of its GPU; 0 = unknown."""
     state: ReplicaState = ReplicaState.JOINED
     version: Version | None = None
     target: Version | None = None

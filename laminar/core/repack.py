@@ -30,6 +30,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """C_max, tokens: the replica's KV capacity times the configured share."""
     requests_max: int
     """B, the largest decode batch that is still memory-bound."""
+    requests_max_by: str = "as configured"
+    """Where B is from, for the explanation."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ def refusal(load: Load) -> str:
     if load.num_requests == 0:
         return "idle: nothing generates"
     if load.num_requests >= load.requests_max:
-        return f"compute-bound: {load.num_requests} requests, B = {load.requests_max}"
+        return f"compute-bound: {load.num_requests} requests, B = {load.requests_max} ({load.requests_max_by})"
     if load.kv_used >= load.kv_max:
         return f"full: {load.kv_used} of C_max = {load.kv_max} KV tokens"
     if load.kv_used >= load.kv_previous:
@@ -131,5 +133,5 @@ def _move(source: Load, destination: Load, kv_after: int, requests_after: int) -
         kv_after=kv_after,
         requests_after=requests_after,
         reason=f"left fullest: {kv_after} of {destination.kv_max} KV tokens, "
-        f"{requests_after} of {destination.requests_max} requests",
+        f"{requests_after} of B = {destination.requests_max} requests ({destination.requests_max_by})",
     )

@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     repack_kv_share: float = 0.9
     """C_max as a share of a replica's KV capacity."""
     repack_requests_max: int = 0
-    """B; 0 = as many as the replica decodes at once."""
+    """B; 0 = by the roofline of the replica's GPU, or as many as it decodes at once where that is unknown."""
     restarts_max: int = 0
     """How often a lost replica is started again before it is given up; 0 = never started again."""
     restart_backoff_s: float = 1.0

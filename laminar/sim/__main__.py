@@ -10,8 +10,9 @@ from typing import Any
 
 from laminar.errors import ConfigError, LaminarError
 from laminar.plugins import load_object
+from laminar.roofline import HARDWARE
 from laminar.sim import faults, grid, plots, workload
-from laminar.sim.cluster import HARDWARE, MODELS
+from laminar.sim.cluster import MODELS
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.world import SimulationError
 

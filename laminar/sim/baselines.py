@@ -10,7 +10,8 @@ from heapq import heapify, heappop, heappush
 
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, TrajectoryId, Version, derive_seed
-from laminar.sim.cluster import HARDWARE, MODELS, Cluster
+from laminar.roofline import HARDWARE
+from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.freshness import Pace
 from laminar.sim.replica import Replica, Request
 from laminar.sim.workload import Workload

@@ -1,4 +1,4 @@
-"""What things cost: the one table of hardware, model and software constants, and the formulas over them.
+"""What things cost: the one table of model and software constants, and the formulas over them and `laminar.roofline`'s GPUs.
 
 Nothing here is tuned per point of an evaluation. docs/sim/model.md derives the formulas and says what they leave out.
 Units: seconds, bytes, tokens, FLOPs; bandwidths in bytes/s. A cluster is immutable.
@@ -7,20 +7,7 @@ Units: seconds, bytes, tokens, FLOPs; bandwidths in bytes/s. A cluster is immuta
 import math
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """One GPU and its share of a host of eight."""
-
-    name: str
-    peak_flops: float
-    """Dense bf16."""
-    hbm_bytes: float
-    hbm_bandwidth: float
-    pcie_bandwidth: float
-    """Host to device, one GPU."""
-    network_bandwidth: float
-    """Out of one host, all its links together."""
+from laminar.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, Hardware, requests_memory_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +33,6 @@ class Model:
         return 4.0 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-# Vendor data sheets (SXM, dense bf16). H800 = H100 with NVLink cut to 400 GB/s; 8 x 400 Gbit/s per host as in the paper.
-HARDWARE = {
-    "H800": Hardware(
-        name="H800", peak_flops=989e12, hbm_bytes=80e9, hbm_bandwidth=3.35e12, pcie_bandwidth=64e9,
-        network_bandwidth=400e9,
-    ),
-    "H100": Hardware(
-        name="H100", peak_flops=989e12, hbm_bytes=80e9, hbm_bandwidth=3.35e12, pcie_bandwidth=64e9,
-        network_bandwidth=400e9,
-    ),
-    "H200": Hardware(
-        name="H200", peak_flops=989e12, hbm_bytes=141e9, hbm_bandwidth=4.8e12, pcie_bandwidth=64e9,
-        network_bandwidth=400e9,
-    ),
-    "A100": Hardware(
-        name="A100", peak_flops=312e12, hbm_bytes=80e9, hbm_bandwidth=2.039e12, pcie_bandwidth=32e9,
-        network_bandwidth=200e9,
-    ),
-}  # fmt: skip
-
 # config.json of Qwen2.5-{7B,32B,72B}; parameter counts from their model cards. TP: 4 at 32B is the paper's, the others ours.
 MODELS = {
     "7B": Model(
@@ -84,9 +51,9 @@ MODELS = {
 class Software:
     """How much of the hardware the software gets, and what it adds."""
 
-    bandwidth_share: float = 0.8
-    """Of HBM bandwidth in decode; what well-tuned attention kernels reach."""
-    decode_flops_share: float = 0.6
+    bandwidth_share: float = BANDWIDTH_SHARE
+    """Of HBM bandwidth in decode."""
+    decode_flops_share: float = DECODE_FLOPS_SHARE
     """Of peak in the decode GEMMs once they are compute-bound."""
     prefill_flops_share: float = 0.5
     """Of peak in prefill."""
@@ -159,10 +126,11 @@ class Cluster:
 
     @property
     def requests_memory_bound(self) -> int:
-        """B of the paper: the largest batch whose FLOPs take no longer than reading the weights."""
-        flops = self.model.tensor_parallel * self.hardware.peak_flops * self.software.decode_flops_share
-        per_request = 2.0 * self.model.num_parameters / flops
-        return max(1, min(self.num_requests_max, int(self.model.weight_bytes / self.memory_bandwidth / per_request)))
+        """B of the paper, with the software's shares."""
+        soft = self.software
+        return requests_memory_bound(
+            self.hardware, flops_share=soft.decode_flops_share, bandwidth_share=soft.bandwidth_share
+        )
 
     def prefill_s(self, num_tokens: int) -> float:
         """Compute-bound prefill of `num_tokens`: 2 N FLOPs a token; attention's quadratic part is left out."""

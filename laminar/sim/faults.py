@@ -203,6 +203,7 @@ class Injector:
                     host="returned",
                     num_requests_max=world.cluster.num_requests_max,
                     kv_tokens_max=world.cluster.kv_tokens_max,
+                    num_requests_memory_bound=world.cluster.requests_memory_bound,
                 )
             )
             if worker in world.core.state.replicas and worker not in world.rollouts.engines:

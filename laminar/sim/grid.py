@@ -15,8 +15,9 @@ from statistics import mean
 from typing import Any
 
 from laminar.errors import ConfigError
+from laminar.roofline import HARDWARE
 from laminar.sim import baselines
-from laminar.sim.cluster import HARDWARE, MODELS, Software
+from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.workload import WORKLOADS

@@ -86,6 +86,7 @@ class Rollouts:
                 host=host,
                 num_requests_max=self.world.cluster.num_requests_max,
                 kv_tokens_max=self.world.cluster.kv_tokens_max,
+                num_requests_memory_bound=self.world.cluster.requests_memory_bound,
             )
         )
 

@@ -9,7 +9,8 @@ from msgspec import to_builtins
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.errors import ConfigError
-from laminar.sim.cluster import HARDWARE, MODELS, Cluster
+from laminar.roofline import HARDWARE
+from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
 from laminar.sim.measure import Measures
@@ -120,7 +121,6 @@ class Scenario:
             straggler_factor=self.straggler_factor,
             refresh_policy="continuous" if self.policy == "continuous" else "batch",
             repack_interval_s=5.0 if self.repack else 0.0,
-            repack_requests_max=cluster.requests_memory_bound,
             relay_restarts_max=RELAY_RESTARTS_MAX,
         )
 

@@ -72,6 +72,8 @@ class Engine(Protocol):
     num_requests_max: int
     kv_tokens_max: int
     context_tokens_max: int
+    num_requests_memory_bound: int
+    """The largest decode batch that is still memory-bound, by the roofline of the device; 0 = unknown."""
 
     async def start(self, on_finish: Callable[[int], None]) -> None:
         """Load the model. `on_finish(key)` is later called on the loop soon after a request ended. Raises StartError."""

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from laminar import roofline
 from laminar.errors import StartError
 from laminar.workers.engines.kvcache import RowCache
 
@@ -47,6 +48,13 @@ class CausalLM:
         self.cache = RowCache(num_rows_max, self.context_tokens_max)
         with torch.inference_mode():
             self._check(model_path, CHECK_TOLERANCE[dtype])
+
+    def num_requests_memory_bound(self) -> int:
+        """B by the roofline of the device; 0 on a CPU, an unknown GPU, or with weights that are not 16 bits wide."""
+        if self.device.type != "cuda" or self._dtype.itemsize != roofline.BYTES_16_BIT:
+            return 0
+        hardware = roofline.known(torch.cuda.get_device_name(self.device))
+        return roofline.requests_memory_bound(hardware) if hardware else 0
 
     def prefill(self, sequences: list[list[int]], copies: list[int]) -> torch.Tensor:
         """Append rows to the batch: new row i holds sequences[copies[i]]. Returns next-token logits [new rows, V]."""

@@ -79,6 +79,7 @@ class EmbeddedEngine:
         self.num_requests_max = num_requests_max
         self.context_tokens_max = context_tokens_max
         self.kv_tokens_max = kv_tokens_max
+        self.num_requests_memory_bound = 0
         self._model_path = model_path
         self._dtype = dtype
         self._model: CausalLM | None = None
@@ -110,6 +111,7 @@ class EmbeddedEngine:
         )
         self._model = model
         self.context_tokens_max = model.context_tokens_max
+        self.num_requests_memory_bound = model.num_requests_memory_bound()
         self.kv_tokens_max = self.kv_tokens_max or self.num_requests_max * self.context_tokens_max
         self._closed = None
         self._thread = threading.Thread(target=self._main, args=(model,), name="embedded-engine", daemon=True)

@@ -73,6 +73,7 @@ class RolloutWorker:
             num_requests_max=engine.num_requests_max,
             kv_tokens_max=engine.kv_tokens_max,
             context_tokens_max=engine.context_tokens_max,
+            num_requests_memory_bound=engine.num_requests_memory_bound,
         )
         self._link.send(ready)
         self._spawn(self._replica.report_for_ever(), "reports")

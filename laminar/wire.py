@@ -291,6 +291,12 @@ class VersionLost(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class VersionDropped(Message, frozen=True, kw_only=True):
+    """A version that was readable no longer is: its slot is filled with another."""
+
+    version: Version
+
+
 # ---- controller -> every worker ----------------------------------------------------------------------------
 
 
@@ -415,7 +421,7 @@ FromWorker = (
     Hello | Heartbeat | WorkerFailed | Goodbye
     | RolloutReady | RolloutReport | Refreshed | RefreshFailed | EvaluationDone | EvaluationFailed
     | TrainerReady | StepDone | StepFailed | ShardsWritten | PublishFailed | CheckpointSaved | CheckpointFailed
-    | RelayReady | VersionReady | VersionLost
+    | RelayReady | VersionReady | VersionLost | VersionDropped
 )  # fmt: skip
 FromController = (
     Welcome

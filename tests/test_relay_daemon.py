@@ -144,7 +144,7 @@ class LocalServer:
     """A RelayServer on this loop; its client's calls run in a thread."""
 
     def __init__(self, **options: object) -> None:
-        self.events: asyncio.Queue[wire.VersionReady | wire.VersionLost] = asyncio.Queue()
+        self.events: asyncio.Queue[wire.VersionReady | wire.VersionLost | wire.VersionDropped] = asyncio.Queue()
         self.directory = paths.create(f"test-{uuid.uuid4().hex[:12]}", "runs/test")
         self.server = RelayServer(self.directory, 3, self.events.put_nowait, **options)  # type: ignore[arg-type]
         self.client = RelayClient(self.directory, LIMIT_S)
@@ -168,6 +168,16 @@ async def test_every_version_is_reported_once_as_ready_or_lost():
         await asyncio.to_thread(local.client.begin, version(2), MANIFEST, 0, 1)
         await asyncio.to_thread(local.client.abandon, version(2), "no reason")
         assert await local.events.get() == wire.VersionLost(version=version(2), reason="rank 0 gave up: no reason")
+        assert local.events.empty()
+
+
+async def test_a_ready_version_is_reported_once_more_when_its_slot_is_recycled():
+    async with LocalServer() as local:
+        for step in range(1, 5):
+            await asyncio.to_thread(publish, local.client, step)
+        told = [await local.events.get() for _ in range(5)]
+        assert [type(each).__name__ for each in told] == ["VersionReady"] * 3 + ["VersionDropped", "VersionReady"]
+        assert told[3] == wire.VersionDropped(version=version(1))
         assert local.events.empty()
 
 

@@ -20,7 +20,7 @@ MANIFEST = Manifest.plan([("embed", "float32", (5, 3), 4), ("head", "bfloat16", 
 
 def make_table(num_slots: int = 3) -> tuple[SlotTable, list[tuple[Version, str]]]:
     lost: list[tuple[Version, str]] = []
-    return SlotTable(num_slots, lambda version, reason: lost.append((version, reason))), lost
+    return SlotTable(num_slots, lambda version, reason: lost.append((version, reason)), lambda version: None), lost
 
 
 def version(step: int) -> Version:
@@ -191,10 +191,19 @@ class SlotTableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.lost: dict[Version, str] = {}
-        self.table = SlotTable(3, self._note_lost)
+        self.dropped: dict[Version, None] = {}
+        self.table = SlotTable(3, self._note_lost, self._note_dropped)
         self.held: dict[int, tuple[int, Version, str]] = {}
         self.superseded: dict[Version, None] = {}
         self.newest_order = 0
+
+    def _note_dropped(self, name: Version) -> None:
+        assert name not in self.dropped, "reported twice"
+        assert name not in [held for _, held, _ in self.held.values()], "somebody reads it"
+        slot = self.table.ready(name)
+        assert slot is not None
+        assert slot is not self.table.newest
+        self.dropped[name] = None
 
     def _note_lost(self, name: Version, reason: str) -> None:
         assert name not in self.lost, "reported twice"

@@ -501,3 +501,32 @@ async def test_reward_code_that_cannot_be_imported_fails_the_start(config: Confi
         with pytest.raises(Exception, match=r"none\.py"):
             await RolloutWorker(link).run()
         assert "none.py" in end.of(wire.WorkerFailed)[0].reason
+
+
+async def test_what_began_under_an_old_version_goes_on_under_it_when_the_replica_pulls_that_again(
+    config: Config, relay: Daemon
+) -> None:
+    async with running(config, relay) as bench:
+        await bench.hold(V0)
+        await bench.assign([start(1)])
+        await bench.until("rewarded", 1)
+        whole = bench.tokens()[1, 0]
+        await bench.hold(BROKEN)
+        await bench.end.send(wire.Refresh(version=V0, digest=digest_of(relay, V0)))
+        await bench.end.until(lambda: [done.version for done in bench.end.of(wire.Refreshed)] == [V0, BROKEN, V0])
+        await bench.assign([start(1, attempt=1, prefix=whole[:3])])
+        await bench.until("rewarded", 2)
+        assert len(bench.all_of("finished")) == 2
+        assert bench.all_of("failed") == []
+
+
+async def test_a_version_that_the_relay_does_not_hold_is_refused_and_the_held_one_kept(
+    config: Config, relay: Daemon
+) -> None:
+    async with running(config, relay) as bench:
+        await bench.hold()
+        await bench.end.send(wire.Refresh(version=Version(77, 0), digest="0" * 16))
+        await bench.end.until(lambda: bool(bench.end.of(wire.RefreshFailed)), 20.0)
+        assert "not ready in this relay" in bench.end.of(wire.RefreshFailed)[0].reason
+        await bench.assign([start(1)])
+        await bench.until("rewarded", 1)

@@ -2,6 +2,7 @@
 
 import json
 
+from core_world import Driver, settings
 from test_core_moves import check, tailing
 
 from laminar.controller.status import status_of
@@ -18,3 +19,13 @@ def test_the_status_says_why_each_replica_was_emptied_or_not_and_what_moved() ->
     assert told["repack"] == {"checked_at": checked_at, "checks": 3, "emptied": 1, "moves": 1, "moved_tokens": 5}
     assert told["replicas"]["r1"]["generating"] == 3
     assert told["replicas"]["r0"]["version"] == "v0"
+
+
+def test_the_status_tells_the_chain_and_how_trajectories_of_lost_replicas_went_on() -> None:
+    driver = Driver(settings())
+    driver.start("r0", "r1")
+    num = len(driver.generating("r0"))
+    driver.lost("r0")
+    told = json.loads(json.dumps(status_of(driver.core)))
+    assert told["relays"] == {"epoch": 1, "order": ["relay-0"], "master": "relay-0", "held": {"relay-0": ["v0"]}}
+    assert told["failovers"] == {"same_version": num, "relay": 0, "checkpoint": 0, "restarted": 0}

@@ -87,6 +87,16 @@ def test_reward_accuracy_speed_staleness_ledger_and_what_to_do_next(run: Path) -
     assert len(text.splitlines()) <= 24, "one screen"
 
 
+def test_what_became_of_the_trajectories_of_lost_replicas(run: Path) -> None:
+    state = finished_state()
+    assert "lost replicas" not in summarize(run, state, 1.0)
+    state.num_failovers.same_version, state.num_failovers.relay, state.num_failovers.restarted = 12, 3, 2
+    assert (
+        "lost replicas      their trajectories went on: 12 on another replica of their version,"
+        " 3 under their version pulled from the relay, 2 from the beginning" in summarize(run, state, 1.0)
+    )
+
+
 def test_a_run_that_never_trained_says_so_without_numbers(run: Path) -> None:
     text = summarize(run, State(), 3.0)
     assert text.startswith("run not finished at step 0\n")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from laminar.config import Config
 from laminar.errors import StartError
 from laminar.ids import Version
-from laminar.wire import VersionLost, VersionReady
+from laminar.wire import VersionDropped, VersionLost, VersionReady
 from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.relay.daemon import RelayServer
@@ -30,12 +30,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+Told = VersionReady | VersionLost | VersionDropped
+
 # ---- publication -------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
-async def relay(num_slots: int = 3) -> AsyncIterator[tuple[Path, "asyncio.Queue[VersionReady | VersionLost]"]]:
-    events: asyncio.Queue[VersionReady | VersionLost] = asyncio.Queue()
+async def relay(num_slots: int = 3) -> AsyncIterator[tuple[Path, "asyncio.Queue[Told]"]]:
+    events: asyncio.Queue[Told] = asyncio.Queue()
     directory = paths.create(f"test-{uuid.uuid4().hex[:12]}", "")
     server = RelayServer(directory, num_slots, events.put_nowait)
     await server.start()

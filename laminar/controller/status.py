@@ -4,18 +4,20 @@ import msgspec
 
 from laminar.core import health
 from laminar.core.engine import Core
-from laminar.core.records import RepackRecord
+from laminar.core.records import RepackRecord, State
 from laminar.core.turn import Turn
 
 
 def status_of(core: Core) -> dict[str, object]:
-    """Where the run is, its replicas, the last repack check, the ledger."""
+    """Where the run is, its replicas and relays, the last repack check, what became of lost replicas' trajectories, the ledger."""
     state = core.state
     return {
         "step": state.trainer.step,
         "steps": core.settings.steps,
         "buffer_groups": len(state.buffer),
         "replicas": _replicas(core),
+        "relays": _relays(state),
+        "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
         "ledger": msgspec.to_builtins(state.ledger),
     }
@@ -34,6 +36,12 @@ def _replicas(core: Core) -> dict[str, dict[str, object]]:
             "restarts": restart.num if restart else 0,
         }
     return found
+
+
+def _relays(state: State) -> dict[str, object]:
+    """The chain, and the versions that each relay holds completely."""
+    held = {relay.id: [str(version) for version in relay.held] for relay in state.relays.values()}
+    return {**msgspec.to_builtins(state.chain), "held": held}
 
 
 def _repack(record: RepackRecord) -> dict[str, object]:

@@ -23,7 +23,7 @@ def summarize(run: Path, state: State, elapsed_s: float) -> str:
             ]  # fmt: skip
     except sqlite3.Error as error:
         lines = [f"{run / 'run.db'} cannot be read: {error}"]
-    return "\n".join([*lines, *_repack(state), *_ledger(state), *_next_steps(run, state)])
+    return "\n".join([*lines, *_repack(state), *_failovers(state), *_ledger(state), *_next_steps(run, state)])
 
 
 def _series(database: sqlite3.Connection, name: str) -> list[float]:
@@ -94,6 +94,18 @@ def _repack(state: State) -> list[str]:
         f"repack             {repack.num_moves} moves from {repack.num_released} emptied replicas in {repack.num_checks} checks,"
         f" {repack.num_moved_tokens} response tokens prefilled again"
     ]
+
+
+def _failovers(state: State) -> list[str]:
+    counts = state.num_failovers
+    ways = [
+        (counts.same_version, "on another replica of their version"),
+        (counts.relay, "under their version pulled from the relay"),
+        (counts.checkpoint, "under their version loaded from a checkpoint"),
+        (counts.restarted, "from the beginning"),
+    ]
+    told = ", ".join(f"{num} {how}" for num, how in ways if num)
+    return [f"lost replicas      their trajectories went on: {told}"] if told else []
 
 
 def _ledger(state: State) -> list[str]:

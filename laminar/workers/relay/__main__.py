@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from laminar.errors import LaminarError
-from laminar.wire import RelayReady, Stop, VersionLost, VersionReady, WorkerFailed
+from laminar.wire import RelayReady, Stop, VersionDropped, VersionLost, VersionReady, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.daemon import RelayServer
@@ -114,7 +114,7 @@ async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) ->
             paths.remove(server.directory)
 
 
-def _log_event(event: VersionReady | VersionLost) -> None:
+def _log_event(event: VersionReady | VersionLost | VersionDropped) -> None:
     log.info("relay_event", event_kind=type(event).__name__, version=str(event.version))
 
 

@@ -6,7 +6,8 @@ It moves no weight bytes: writers and readers map the slot files themselves. Wha
 Invariants:
 * What a connection opened (publications, leases) ends with it.
 * The event loop never works on slot bytes: allocating, prefaulting and digesting run in threads.
-* Every version whose first rank got a slot is reported exactly once through `on_event`, as ready or as lost.
+* Every version whose first rank got a slot is reported exactly once through `on_event`, as ready or as lost; a ready one once more
+  when its slot is recycled.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import structlog
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
-from laminar.wire import VersionLost, VersionReady
+from laminar.wire import VersionDropped, VersionLost, VersionReady
 from laminar.workers.relay import protocol
 from laminar.workers.relay.digest import combine, digest_blocks
 from laminar.workers.relay.protocol import RelayError
@@ -50,7 +51,7 @@ class _Connection:
 class RelayServer:
     """Serves `directory` (made by `paths.create`), whose removal stays with the caller.
 
-    `on_event` gets `VersionReady` and `VersionLost` on the event loop and must not block. `free` tells the bytes
+    `on_event` gets `VersionReady`, `VersionLost` and `VersionDropped` on the event loop and must not block. `free` tells the bytes
     that can still be allocated under a directory.
     """
 
@@ -58,13 +59,13 @@ class RelayServer:
         self,
         directory: Path,
         num_slots: int,
-        on_event: Callable[[VersionReady | VersionLost], None],
+        on_event: Callable[[VersionReady | VersionLost | VersionDropped], None],
         *,
         free: Callable[[Path], int] = free_bytes,
         fill_timeout_s: float = FILL_TIMEOUT_S,
     ) -> None:
         self.directory = directory
-        self._table = SlotTable(num_slots, self._report_lost)
+        self._table = SlotTable(num_slots, self._report_lost, self._report_dropped)
         self._num_slots = num_slots
         self._on_event = on_event
         self._free = free
@@ -330,6 +331,9 @@ class RelayServer:
         self._cancel_deadline(version)
         self._wake()
         self._on_event(VersionLost(version=version, reason=reason))
+
+    def _report_dropped(self, version: Version) -> None:
+        self._on_event(VersionDropped(version=version))
 
     def _wake(self) -> None:
         self._changed.set()

@@ -63,11 +63,17 @@ class Slot(msgspec.Struct, kw_only=True):
 
 
 class SlotTable:
-    """The decisions, without I/O. `on_lost(version, reason)` is called once for each version that is lost."""
+    """The decisions, without I/O.
 
-    def __init__(self, num_slots: int, on_lost: Callable[[Version, str], None]) -> None:
+    `on_lost(version, reason)` is called once for each version that is lost, `on_dropped(version)` for each READY one
+    that is recycled.
+    """
+
+    def __init__(
+        self, num_slots: int, on_lost: Callable[[Version, str], None], on_dropped: Callable[[Version], None]
+    ) -> None:
         self.slots = [Slot(index=index) for index in range(num_slots)]
-        self._on_lost = on_lost
+        self._on_lost, self._on_dropped = on_lost, on_dropped
         self._outcomes: dict[Version, str | None] = {}
         """Versions settled so far: None = superseded, text = why `begin` is refused."""
         self._num_begun = 0
@@ -194,6 +200,8 @@ class SlotTable:
         slot = next(iter(self._in_state(SlotState.FREE)), None) or self._recyclable()
         if slot is None:
             return None
+        if slot.version is not None:
+            self._on_dropped(slot.version)
         self._num_begun += 1
         slot = self._reset(slot)
         slot.state, slot.version, slot.order = SlotState.FILLING, version, self._num_begun

@@ -380,6 +380,19 @@ def test_whatever_joins_dies_and_breaks_the_chain_stays_one(changes):
     assert epochs(driver) == sorted(set(epochs(driver)))
 
 
+@given(num=st.integers(2, 8), links=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=5, max_size=20))
+def test_of_more_broken_links_than_half_the_relays_at_least_one_loses_a_relay(num, links):
+    hosts = [f"a{index}" for index in range(num)]
+    driver = filled(*hosts)
+    num_reports = 0
+    for first, second in links:
+        if first % num != second % num and not driver.all(actions.StopWorker):
+            broken(driver, hosts[first % num], hosts[second % num])
+            num_reports += 1
+    assert num_reports <= num // 2 + 1
+    assert driver.all(actions.StopWorker) or num_reports <= num // 2
+
+
 RUNS = {
     "plain": {"relay_restarts_max": 50},
     "no_restarts": {},

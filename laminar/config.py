@@ -253,10 +253,44 @@ class Config(Section, frozen=True, kw_only=True):
 
 def check(config: Config) -> Config:
     """`config` itself. Raises ConfigError for a combination that cannot work, naming the keys."""
-    problems = [message for failed, message in _rules(config) if failed]
+    problems = _out_of_range(config) + [message for failed, message in _rules(config) if failed]
     if problems:
         raise ConfigError("the configuration cannot work:\n  " + "\n  ".join(problems))
     return config
+
+
+_LEAST: dict[str, int] = {
+    "model.context_tokens_max": 0,
+    "task.size": 1,
+    "task.reward_workers": 1,
+    "task.eval_prompts": 0,
+    "rollout.max_concurrent": 1,
+    "rollout.local_batch_groups": 0,
+    "rollout.num_retries": 0,
+    "rollout.await_publication_s": 0,
+    "rollout.length_floor_median": 0,
+    "rollout.length_floor_p99": 0,
+    "buffer.max_groups": 0,
+    "trainer.checkpoint_every": 0,
+    "trainer.micro_batch_tokens": 1,
+}
+"""Smallest value that means something."""
+_POSITIVE = (
+    "task.reward_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s", "controller.orphan_timeout_s",
+    "controller.start_timeout_s", "controller.log_commit_s",
+)  # fmt: skip
+"""Time limits: at 0 whatever they limit would be given up before it began."""
+
+
+def _out_of_range(c: Config) -> list[str]:
+    values = {key: _value(c, key) for key in (*_LEAST, *_POSITIVE)}
+    low = [f"{key} = {values[key]}: {least} or more" for key, least in _LEAST.items() if values[key] < least]
+    return low + [f"{key} = {values[key]}: above 0" for key in _POSITIVE if values[key] <= 0]
+
+
+def _value(c: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(c, section), name)
 
 
 def _rules(c: Config) -> list[tuple[bool, str]]:
@@ -306,6 +340,25 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (
             c.buffer.max_staleness < -1,
             f"buffer.max_staleness = {c.buffer.max_staleness}: 0 or more, or -1 for no bound",
+        ),
+        (
+            c.buffer.on_stale == "wait" and c.buffer.max_staleness < 0,
+            'buffer.on_stale = "wait" means nothing without a bound: set buffer.max_staleness',
+        ),
+        (
+            c.buffer.on_incomplete == "train" and c.buffer.min_group_size == c.rollout.group_size,
+            f'buffer.on_incomplete = "train" means nothing: buffer.min_group_size = {c.buffer.min_group_size} is the'
+            " whole group; lower it",
+        ),
+        (
+            0 < c.model.context_tokens_max <= c.rollout.max_tokens,
+            f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
+            f" {c.rollout.max_tokens} leave no room for a prompt",
+        ),
+        (
+            0 < c.rollout.length_floor_p99 < c.rollout.length_floor_median,
+            f"rollout.length_floor_p99 = {c.rollout.length_floor_p99}: below rollout.length_floor_median ="
+            f" {c.rollout.length_floor_median}",
         ),
         (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
         (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),

@@ -81,3 +81,28 @@ def test_weights_that_cannot_be_published_within_the_bound_end_the_run() -> None
     for _ in range(3):
         driver.send(events.VersionLost(version=Version(1, 0), reason="no slot"))
     assert "max_staleness" in driver.core.state.stopping
+
+
+def apart(**changes) -> Driver:
+    """r0 generates under v1, r1 under v0."""
+    driver = Driver(settings(**({"local_batch_groups": 2, "buffer_groups_max": 16, "steps": 9} | changes)))
+    driver.start("r0", "r1")
+    driver.complete_all("r0")
+    driver.step_done()
+    driver.ready(Version(1, 0))
+    driver.complete_all("r0")
+    driver.refreshed("r0")
+    assert [r.version for r in driver.core.state.replicas.values()] == [Version(1, 0), Version(0, 0)]
+    assert driver.generating("r0")
+    assert driver.generating("r1")
+    return driver
+
+
+def test_a_group_that_starts_again_anyway_is_not_scored_first() -> None:
+    driver = apart()
+    first = driver.generating("r0")[0]
+    driver.report("r0", {first: 4}, finish=[first])
+    driver.dropped(Version(1, 0))
+    starts = [start for action in of(driver.lost("r0"), actions.StartGroup) for start in action.starts]
+    assert first in [start.trajectory for start in starts]
+    assert not [start for start in starts if start.score_only]

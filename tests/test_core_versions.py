@@ -127,7 +127,7 @@ def test_the_shards_are_no_promise_that_the_version_is_readable():
 
 
 def test_the_readable_version_is_kept_however_many_are_lost_after_it():
-    driver = started("r0", batch_groups=1, buffer_groups_max=1, steps=200, local_batch_groups=1, publish_timeout_s=0.0)
+    driver = started("r0", batch_groups=1, buffer_groups_max=1, steps=200, local_batch_groups=1, publish_timeout_s=1e-6)
     for _ in range(80):
         driver.complete_all("r0")
         driver.step_done()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from test_sim_world import SHORT, scenario
 
-from laminar.core.actions import AbortAttempts
+from laminar.core import bounds
+from laminar.core.actions import AbortAttempts, StartTrainStep
 from laminar.core.versions import newest
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId
@@ -226,6 +227,95 @@ def test_a_failed_checkpoint_commits_later_and_loses_nothing():
     assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
 
 
+def test_a_reward_that_hangs_is_given_up_and_computed_again_and_nothing_is_dropped():
+    world = run(cases="reward_hang=0.05")
+    assert world.measures.faults["reward_hang"] > 0
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def crash_trainer(checkpoint_every: int, steps_lost: int, **changes) -> tuple[World, list[tuple[int, int, list[int]]]]:
+    """A rank dies in the middle of a step, so many steps after a checkpoint. The world, and (step, attempt, rows) as trained."""
+    changes = {"workload": LONG, "iterations": STEPS, "repack": False, "checkpoint_every": checkpoint_every} | changes
+    world = scenario(**changes).world()
+    injector = Injector(world, FaultPlan(restart_s=20.0), seed=1)
+    trained = []
+    train = world._answers[StartTrainStep]
+
+    def spy(action):
+        trained.append((action.step, action.attempt, [row.trajectory for row in action.rows]))
+        train(action)
+
+    def crash() -> None:
+        trainer = world.core.state.trainer
+        if trainer.checkpoint > 0 and trainer.step == trainer.checkpoint + steps_lost and trainer.running:
+            injector.strike("trainer_crash")
+        else:
+            world.after(0.05, crash)
+
+    world._answers[StartTrainStep] = spy
+    world.after(1.0, crash)
+    world.run()
+    return world, trained
+
+
+@pytest.mark.parametrize(("checkpoint_every", "steps_lost"), [(1, 0), (3, 2)])
+def test_trainer_crash_costs_the_steps_since_the_checkpoint_which_are_redone_while_generation_goes_on(
+    checkpoint_every, steps_lost
+):
+    world, trained = crash_trainer(checkpoint_every, steps_lost)
+    assert is_whole(world)
+    assert world.measures.faults["trainer_crash"] == 1
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+    first = {step: rows for step, attempt, rows in trained if attempt == 1}
+    redone = {step: rows for step, attempt, rows in trained if attempt == 2}
+    assert len(trained) == len(first) + len(redone)
+    assert sorted(redone) == list(range(min(redone), min(redone) + steps_lost + 1)), (
+        "all since the checkpoint, and the one that ran"
+    )
+    assert all(rows == first[step] for step, rows in redone.items())
+    assert len({row for rows in first.values() for row in rows}) == STEPS * BATCH, "no trajectory belongs to two steps"
+    (lost_at, before), (back_at, after) = world.measures.trainer_outages
+    assert back_at - lost_at == pytest.approx(20.0 + world.core.settings.restart_backoff_s)
+    assert after > before, "rollouts went on generating"
+
+
+def test_trainer_crash_in_a_checkpoint_commits_nothing_of_it():
+    world = scenario(workload=LONG, iterations=STEPS, repack=False, checkpoint_s=5.0).world()
+    injector = Injector(world, FaultPlan(restart_s=20.0), seed=1)
+    crashed_at = []
+
+    def crash() -> None:
+        if world.core.state.trainer.saving > 1:
+            crashed_at.append(world.core.state.trainer.saving)
+            injector.strike("trainer_crash")
+            assert world.core.state.trainer.checkpoint == crashed_at[0] - 1
+        else:
+            world.after(0.5, crash)
+
+    world.after(1.0, crash)
+    world.run()
+    assert crashed_at
+    assert is_whole(world)
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+
+
+def test_storage_full_stops_what_is_new_and_loses_nothing():
+    world = scenario(workload=LONG, iterations=STEPS, repack=False).world()
+    injector = Injector(world, FaultPlan(full_s=60.0), seed=1)
+    generated = []
+    world.at(20.0, lambda: injector.strike("storage_full"))
+    for moment in (20.1, 79.9):
+        world.at(moment, lambda: generated.append((world.rollouts.num_generated(), world.core.state.trainer.step)))
+    world.run()
+    assert is_whole(world)
+    assert world.measures.faults["alarm:storage-failed"] == 1
+    assert (world.measures.num_tokens_lost, dropped(world)) == (0, set())
+    (tokens, step), (tokens_after, step_after) = generated
+    assert tokens_after > tokens, "what generates goes on"
+    assert step_after <= step + 1, "the step that ran ended, and no other began"
+
+
 def test_a_trajectory_that_finishes_before_it_moves_is_finished():
     world = scenario(workload=LONG, iterations=STEPS, answer_s=3.0).world()
     released = []
@@ -268,6 +358,26 @@ def test_a_fault_that_cannot_be_meant_is_refused(text, message):
 def test_seeds_with_random_faults_break_no_invariant(first):
     for seed in range(first, first + 10):
         sweep.check(seed)
+
+
+def test_a_seed_that_comes_to_a_standstill_prints_the_command_that_replays_it(monkeypatch):
+    monkeypatch.setattr(bounds, "admits", lambda turn, version: False)
+    with pytest.raises(
+        SimulationError, match=r"nothing has moved since.*\nreplay: .*sweep_seeds.py --first 0 --count 1"
+    ):
+        sweep.check(0)
+
+
+def test_the_sweep_draws_all_settings_with_which_a_run_could_get_stuck():
+    drawn = [dict(sweep.scenario(seed).core) for seed in range(300)]
+    for name, values in {
+        "max_staleness": {None, 0, 1, 2, 5}, "on_stale": {"drop", "wait"}, "on_incomplete": {"drop", "train"},
+        "group_versions": {"regenerate", "mixed"}, "num_retries": {0, 1, 3}, "checkpoint_every": {0, 1, 2, 3},
+    }.items():  # fmt: skip
+        assert {chosen[name] for chosen in drawn} == values
+    tight = [s for s in map(sweep.scenario, range(300)) if dict(s.core)["buffer_groups_max"] == s.batch_groups]
+    assert {s.policy for s in tight} == {"batch", "continuous"}
+    assert {getattr(s.sampler, "kind", "") for s in tight} == {"", "newest", "patient", "broken"}
 
 
 def test_a_seed_that_fails_prints_the_command_that_replays_it(monkeypatch):

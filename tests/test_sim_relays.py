@@ -27,16 +27,16 @@ def hosts(**changes) -> World:
 
 def around_v2(world: World, after_s: float, happen: Callable[[], object]) -> None:
     """Let something happen so many seconds after the trainer's shards of v2 are with the master."""
-    publish = world.relays.publish
+    publication = world.relays.publication
 
-    def spy(version: Version, written_at: float) -> None:
-        publish(version, written_at)
+    def spy(version: Version) -> Callable[[], None]:
         if version == V2 and not spied:
             spied.append(version)
-            world.at(written_at + after_s, happen)
+            world.at(world.training.free_at + after_s, happen)
+        return publication(version)
 
     spied: list[Version] = []
-    world.relays.publish = spy
+    world.relays.publication = spy
 
 
 def struck(

@@ -10,10 +10,12 @@ import pytest
 
 from laminar.core.engine import Core
 from laminar.errors import ConfigError
+from laminar.sim.faults import parse
 from laminar.sim.scenario import Scenario, simulate
 from laminar.sim.workload import WORKLOADS, Workload
 from laminar.sim.world import SimulationError, World
 
+FAULTS = "engine_crash=400,partition=200,reward_infra=0.02,trainer_crash=200,storage_full=100,reward_hang=0.02"
 ROOT = Path(__file__).parent.parent
 SHORT = Workload(name="short", median=150.0, tokens_max=1024, prompt_tokens=50)
 
@@ -96,7 +98,7 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
 
 def test_the_trace_does_not_depend_on_the_hash_seed():
     code = "from tests.test_sim_world import trace; from laminar.sim.faults import parse; "
-    code += "print(trace(faults=parse('engine_crash=400,partition=200,reward_infra=0.02'), seed=5))"
+    code += f"print(trace(faults=parse({FAULTS!r}), seed=5))"
     traces = set()
     for hash_seed in ("1", "4711"):
         run = subprocess.run(
@@ -122,11 +124,21 @@ class Restoring(World):
         super().send(event)
 
 
-def test_the_trace_does_not_depend_on_snapshots_and_restores():
-    world = scenario(seed=3).world()
+@pytest.mark.parametrize("faults", ["", FAULTS])
+def test_the_trace_does_not_depend_on_snapshots_and_restores(faults):
+    world = scenario(seed=3, faults=parse(faults)).world()
     world.__class__ = Restoring
     world.run()
-    assert world.trace.hexdigest() == trace(seed=3)
+    assert world.trace.hexdigest() == trace(seed=3, faults=parse(faults))
+    struck = {name for name, count in world.measures.faults.items() if count}
+    assert not faults or {"trainer_crash", "storage_full", "reward_hang"} <= struck
+
+
+def test_a_run_in_which_nothing_moves_any_more_is_an_error_that_says_where_everything_is():
+    world = scenario(stall_s=600.0).world()
+    world.core.state.storage_failure = "never cleared"
+    with pytest.raises(SimulationError, match=r"nothing has moved since \d.*trainer at 0, running 0.*rollout-0"):
+        world.run()
 
 
 def test_repacking_moves_tails_and_frees_replicas():

@@ -56,6 +56,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         shuffle=config.task.shuffle,
         steps=config.run.steps,
         group_size=config.rollout.group_size,
+        trajectory_tokens_max=config.rollout.max_tokens,
         batch_groups=config.trainer.batch_prompts,
         local_batch_groups=config.local_batch_groups,
         buffer_groups_max=config.buffer_groups_max,

@@ -15,6 +15,7 @@ from laminar.core import (
     failover,
     fleet,
     health,
+    limits,
     moves,
     recovery,
     relays,
@@ -39,6 +40,7 @@ from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
 from laminar.core.turn import Turn
+from laminar.errors import ConfigError
 from laminar.ids import WorkerId
 
 DECISIONS_MAX = 1_000_000  # per event; a pass that never stops proposing is a bug, not a busy run
@@ -48,6 +50,9 @@ class Core:
     """All scheduling state of a run. Not thread-safe; no I/O, no clock, no chance."""
 
     def __init__(self, settings: Settings, state: State | None = None) -> None:
+        """Raises ConfigError for settings with which a run could go no further."""
+        if problems := limits.problems(settings):
+            raise ConfigError("these settings cannot work:\n  " + "\n  ".join(problems))
         self.settings = settings
         self.state = state if state is not None else State()
         self.story = story.Story()

@@ -12,7 +12,7 @@ Only a healthy one is given work (`laminar.core.health`).
 from collections.abc import Callable
 from heapq import heapify, heappop, heapreplace
 
-from laminar.core import bounds, failover, groups, health, recovery, refresh, relays, story, versions
+from laminar.core import bounds, failover, groups, health, limits, recovery, refresh, relays, story, versions
 from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica
 from laminar.core.events import DrainRequested, ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -36,6 +36,9 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
         return
     if known:
         _remove(turn, known, "replaced by a new process")
+    if why := limits.refusal(turn.settings, event.num_requests_max, event.kv_tokens_max):
+        _refuse(turn, event, why)
+        return
     state.replicas[event.worker] = Replica(
         id=event.worker,
         incarnation=event.incarnation,
@@ -49,6 +52,12 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
     state.dirty[event.worker] = None
     recovery.joined(turn, event.worker)
     turn.tell("joined", story.worker(event.worker))
+
+
+def _refuse(turn: Turn, event: ReplicaJoined, why: str) -> None:
+    turn.state.fenced[event.worker] = event.incarnation
+    turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=why))
+    fail_if_none_is_left(turn, event.worker, why)
 
 
 def lose(turn: Turn, replica: Replica, reason: str) -> None:
@@ -286,10 +295,11 @@ def _propose_queued(turn: Turn) -> DispatchQueued | None:
         if not able:
             return None
         replica = min(able, key=lambda replica: len(replica.attempts))
-        if scoring:
+        is_gone = not (may_come_back(state, group.version) or failover.is_possible(turn, group.version))
+        if scoring and not (is_gone and len(scoring) < len(queued)):
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=scoring, restart=False)
         able = [r for r in able if r.id not in state.failovers]
-        if able and not (may_come_back(state, group.version) or failover.is_possible(turn, group.version)):
+        if able and is_gone:
             replica = min(able, key=lambda replica: len(replica.attempts))
             return DispatchQueued(worker=replica.id, group=group_id, trajectories=queued, restart=True)
     return None

@@ -14,6 +14,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Trainer steps of the whole run."""
     group_size: int
+    trajectory_tokens_max: int = 0
+    """Most response tokens of one trajectory; with its prompt it has to fit a replica's KV cache. 0 = not known."""
     batch_groups: int
     """Groups per global batch."""
     local_batch_groups: int

@@ -10,6 +10,8 @@
 | host_lost | an hour | all replicas of a host and its relay stop; only silence tells; a new host takes the names |
 | partition | an hour | a replica is cut off for longer than the grace; it goes on, returns, is fenced off and starts again |
 | short_partition | an hour | a channel breaks and comes back within the grace |
+| trainer_crash | an hour | a trainer rank dies; a new launch goes on from the newest checkpoint |
+| storage_full | an hour | nothing can be written for some minutes |
 | controller_crash | an hour | the core is replaced by one restored from its snapshot |
 | pull_failed, pull_hang | a case | a pull of weights fails, or never answers |
 | relay_crash | an hour | a relay that is not the master dies; the core starts it again and its neighbour fills it |
@@ -18,9 +20,11 @@
 | relay_partition | an hour | a relay is cut off from its neighbours and the controller, returns, is fenced off and starts again |
 | version_lost, publish_hang | a case | a publication is lost with the relay's copy, or never reported |
 | reward_infra, reward_data | a case | a reward cannot be computed for reasons of infrastructure, or of data |
+| reward_hang | a case | a reward function does not answer; its worker gives up after a time limit |
 | checkpoint_failed | a case | a checkpoint cannot be written |
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -38,11 +42,12 @@ from laminar.sim.world import SimulationError, World
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
 PER_HOUR = (
     "engine_crash", "engine_hang", "engine_slow", "host_lost", "partition", "short_partition", "controller_crash",
-    *RELAY_FAULTS,
+    "trainer_crash", "storage_full", *RELAY_FAULTS,
 )  # fmt: skip
 SLOW_FACTOR = 10.0
 PER_CASE = (
     "pull_failed", "pull_hang", "version_lost", "publish_hang", "reward_infra", "reward_data", "checkpoint_failed",
+    "reward_hang",
 )  # fmt: skip
 
 
@@ -52,6 +57,8 @@ class FaultPlan:
 
     rates: tuple[tuple[str, float], ...] = ()
     """(name, strikes per hour of the run, or probability per case)."""
+    until_s: float = math.inf
+    """Nothing breaks any more after so long."""
     restart_s: float = 60.0
     """A worker process starts again on its GPUs: weights are pulled after it has joined."""
     replace_s: float = 240.0
@@ -60,6 +67,10 @@ class FaultPlan:
     """How long a slow engine is slow."""
     partition_s: float = 90.0
     short_partition_s: float = 5.0
+    full_s: float = 180.0
+    """How long the disk is full."""
+    reward_timeout_s: float = 30.0
+    """After so long a reward that hangs is given up."""
 
 
 NO_FAULTS = FaultPlan()
@@ -99,7 +110,8 @@ class Injector:
         }
         self._case_rates = {name: rate for name, rate in plan.rates if name in PER_CASE}
         world.intercept = self.spoils
-        world.rollouts.restart_s = world.relays.restart_s = plan.restart_s
+        world.rollouts.restart_s = world.relays.restart_s = world.training.restart_s = plan.restart_s
+        world.rollouts.reward_timeout_s = plan.reward_timeout_s
         for name, rate in plan.rates:
             if name in PER_HOUR and rate > 0:
                 self._arm(name, rate)
@@ -107,19 +119,24 @@ class Injector:
     def spoils(self, kind: str, subject: Any) -> bool:
         """Whether this case goes wrong."""
         rate = self._case_rates.get(kind, 0.0)
-        struck = rate > 0.0 and self.random[kind].random() < rate
+        struck = rate > 0.0 and self.world.now < self.plan.until_s and self.random[kind].random() < rate
         self.world.measures.faults[kind] += struck
         return struck
 
     def _arm(self, name: str, rate: float) -> None:
         def strike() -> None:
-            self.strike(name)
-            self._arm(name, rate)
+            if self.world.now < self.plan.until_s:
+                self.strike(name)
+                self._arm(name, rate)
 
         self.world.after(self.random[name].expovariate(rate / 3600.0), strike)
 
     def strike(self, name: str, worker: WorkerId | None = None) -> None:
-        """Break something now; `worker` = what, else chance chooses among what works."""
+        """Break something now; `worker` = which replica or relay, else chance chooses among those that work."""
+        if name in ("trainer_crash", "storage_full"):
+            struck = self._trainer_crash() if name == "trainer_crash" else self._storage_full()
+            self.world.measures.faults[name] += struck
+            return
         if name in RELAY_FAULTS:
             heals_s = self.plan.slow_s if name == "link_slow" else self.plan.partition_s
             struck = RelayFaults(self.world, self.random[name], heals_s).strike(name, worker)
@@ -217,6 +234,25 @@ class Injector:
         backlog, engine.backlog, engine.unsent = engine.backlog, [], []
         for say in backlog:
             say()
+
+    def _trainer_crash(self) -> bool:
+        trains = self.world.core.state.trainer.ready
+        if trains:
+            self.world.training.crash()
+        return trains
+
+    def _storage_full(self) -> bool:
+        training = self.world.training
+        if training.full:
+            return False
+        training.full = True
+        self.world.send(events.StorageFailed(reason="no space left on device"))
+        self.world.after(self.plan.full_s, self._storage_cleared)
+        return True
+
+    def _storage_cleared(self) -> None:
+        self.world.training.full = False
+        self.world.send(events.StorageRecovered())
 
     def _controller_crash(self) -> None:
         core = self.world.core

@@ -48,6 +48,8 @@ class Measures:
     """From a replica's loss to the same name's return."""
     detections_s: list[float] = field(default_factory=list)
     """From an engine's hang to its replica's loss."""
+    trainer_outages: list[tuple[float, int]] = field(default_factory=list)
+    """(at, response tokens decoded so far): in turn when a trainer was lost and when the next launch was ready."""
     num_tokens_lost: int = 0
     """Decoded and gone with an engine before they were reported."""
     faults: Counter[str] = field(default_factory=Counter)

@@ -119,8 +119,8 @@ class Relays:
 
     # ---- publication and pulls ---------------------------------------------------------------------------------
 
-    def publish(self, version: Version, written_at: float) -> None:
-        """The trainer's shards will be with the present master at `written_at`, unless that dies before."""
+    def publication(self, version: Version) -> Callable[[], None]:
+        """To be called when the trainer has written its shards, which go to the present master, unless that dies before."""
         master = self.world.core.state.publishing_to
         daemon = self.daemons.get(master) if master else None
 
@@ -135,7 +135,7 @@ class Relays:
             else:
                 self.world.send(events.VersionLost(version=version, reason="superseded: no slot is free"))
 
-        self.world.at(written_at, written)
+        return written
 
     def _ready(self, daemon: Daemon, version: Version) -> events.AnyEvent:
         size = int(self.world.cluster.model.weight_bytes)

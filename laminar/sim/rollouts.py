@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laminar.core import actions, events, health
 from laminar.ids import TrajectoryId, Version, WorkerId
@@ -51,6 +51,7 @@ class Rollouts:
         """From the word to stop for a move until the source's engine hears it."""
         self.restart_s = 60.0
         """From a process's end to the join of the one that the launcher starts in its place."""
+        self.reward_timeout_s = 30.0
         self._versions: dict[TrajectoryId, Version] = {}
         self._attempts: dict[TrajectoryId, int] = {}
         self._num_generated_before = 0
@@ -161,6 +162,7 @@ class Rollouts:
                 rewarded=[
                     events.RewardedAttempt(trajectory=r.trajectory, attempt=r.attempt, reward=1.0, parts={})
                     for r in finished
+                    if not self._hangs(worker, engine, r)
                 ],
                 failed=[failure for _, failure in failed if failure is not None],
                 aborted=[events.AbortedAttempt(trajectory=r.trajectory, attempt=r.attempt) for r in outcome.aborted],
@@ -178,6 +180,29 @@ class Rollouts:
                     trajectory=request.trajectory, attempt=request.attempt, kind=kind, reason=f"reward_{kind}"
                 )
         return None
+
+    def _hangs(self, worker: WorkerId, engine: Engine, request: Request) -> bool:
+        """Whether its reward never comes; the worker says so after the time limit."""
+        hangs = self.world.intercept("reward_hang", request)
+        if hangs:
+            failed = events.FailedAttempt(
+                trajectory=request.trajectory, attempt=request.attempt, kind="infra", reason="reward_timeout"
+            )
+            self.world.after(self.reward_timeout_s, lambda: self._say(worker, engine, failed=[failed]))
+        return hangs
+
+    def _say(self, worker: WorkerId, engine: Engine, **words: Any) -> None:
+        """What a worker reports without its engine, now or when its channel is back."""
+        if not engine.connected:
+            engine.backlog.append(lambda: self._say(worker, engine, **words))
+        elif self.engines.get(worker) is engine:
+            empty = array("q").tobytes()
+            replica = engine.replica
+            event = events.ReplicaReported(
+                worker=worker, incarnation=engine.incarnation, trajectories=empty, attempts=empty, num_tokens=empty,
+                num_running=replica.num_running, num_waiting=replica.num_waiting, kv_tokens=replica.kv_tokens, **words,
+            )  # fmt: skip
+            self.world.send(event)
 
     def _finished(self, request: Request) -> events.FinishedAttempt:
         return events.FinishedAttempt(
@@ -223,6 +248,7 @@ class Rollouts:
         assert health.takes_work(core, core.replicas[action.worker]), (
             f"{action.worker} is given work and is not healthy"
         )
+        self._check_room(action)
         prefilled = False
         for start in action.starts:
             self._check_start(action, start)
@@ -234,8 +260,15 @@ class Rollouts:
                 engine.replica.submit(self.world.now, request)
         self.schedule(action.worker, engine)
 
+    def _check_room(self, action: actions.StartGroup) -> None:
+        """New groups keep to the limit (one larger than it runs alone); what was interrupted elsewhere may exceed it."""
+        size, replica = len(action.starts), self.world.core.state.replicas[action.worker]
+        is_new = all(start.attempt == 1 for start in action.starts)
+        assert not is_new or replica.num_generating <= max(replica.num_requests_max, size), f"{replica.id} is overfull"
+
     def _check_start(self, action: actions.StartGroup, start: actions.Start) -> None:
         before = self._attempts.get(start.trajectory, 0)
+        assert before or not self.world.training.full, f"{start.trajectory} is drawn while nothing can be written"
         assert start.attempt > before, f"attempt {start.attempt} of {start.trajectory} after {before}"
         self._attempts[start.trajectory] = start.attempt
         if start.resume:
@@ -269,14 +302,10 @@ class Rollouts:
 
     def _rescore(self, worker: WorkerId, engine: Engine, request: Request) -> None:
         """The tokens are complete, only the reward is missing: the worker answers without its engine."""
+        if self._hangs(worker, engine, request):
+            return
         rewarded = events.RewardedAttempt(trajectory=request.trajectory, attempt=request.attempt, reward=1.0, parts={})
-        empty = array("q").tobytes()
-        event = events.ReplicaReported(
-            worker=worker, incarnation=engine.incarnation, trajectories=empty, attempts=empty, num_tokens=empty,
-            rewarded=[rewarded], kv_tokens=engine.replica.kv_tokens, num_running=engine.replica.num_running,
-            num_waiting=engine.replica.num_waiting,
-        )  # fmt: skip
-        self.world.after(0.0, lambda: self.world.send(event) if self.engines.get(worker) is engine else None)
+        self.world.after(0.0, lambda: self._say(worker, engine, rewarded=[rewarded]))
 
     def _on_abort_attempts(self, action: actions.AbortAttempts) -> None:
         """What the core has voided ends at once; what is to move goes on until the source has taken notice."""

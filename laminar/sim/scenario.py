@@ -4,18 +4,18 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import to_builtins
+import msgspec
 
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
-from laminar.sim.cluster import MODELS, Cluster
+from laminar.sim.cluster import MODELS, Cluster, Software
 from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
 from laminar.sim.measure import Measures
 from laminar.sim.workload import Workload
-from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, World
+from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, STALL_S, World
 
 SPLIT_TOLERANCE = 0.1
 SEARCHED_PARTS = (6, 8, 10, 12)  # sixteenths that a search tries as rollout GPUs
@@ -28,6 +28,8 @@ OUTSTANDING_BATCHES = 4
 four times as long as a trajectory takes; a lower limit would hold generation back, as the paper, which has none, does not."""
 FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
 RELAY_RESTARTS_MAX = 3  # as replicas by default
+SOFTWARE = Software()
+TRAINER_RESTARTS_MAX = 3  # without a checkpoint in between
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
 
@@ -56,8 +58,19 @@ class Scenario:
     flush_s: float = 60.0
     progress_timeout_s: float = 60.0
     """A replica without progress for this long is suspect, or for three flushes if that is longer."""
+    checkpoint_every: int = 1
+    checkpoint_s: float = 0.0
+    """How long the trainer is busy with a checkpoint."""
     answer_s: float = 0.0
     """How long the source of a move goes on before it hears of it."""
+    core: tuple[tuple[str, Any], ...] = ()
+    """Settings of the core that are not as below."""
+    software: Software = SOFTWARE
+    num_requests_max: int = 256
+    """Concurrent requests of one replica (the paper's setting)."""
+    stops: bool = True
+    """The operator stops the run when it has been measured; else it has no further steps, and generation tapers off."""
+    stall_s: float = STALL_S
     traced: bool = False
     check_every: int = CHECK_ALL_EVERY
 
@@ -72,7 +85,7 @@ class Scenario:
             )
         return Cluster(
             hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout,
-            gpus_per_host=self.gpus_per_host,
+            gpus_per_host=self.gpus_per_host, software=self.software, num_requests_max=self.num_requests_max,
         )  # fmt: skip
 
     def balanced_split(self) -> tuple[int, int]:
@@ -105,16 +118,17 @@ class Scenario:
         """The core's settings: a local batch is the replicas' equal share of a global batch."""
         local = max(1, -(-self.batch_groups // cluster.num_replicas))
         in_flight = max(self.batch_groups, local * cluster.num_replicas)
-        return Settings(
+        settings = Settings(
             seed=self.seed,
             num_prompts=17_000,
-            steps=self.iterations + STEPS_BEYOND,
+            steps=self.iterations + (STEPS_BEYOND if self.stops else 0),
             group_size=self.group_size,
             batch_groups=self.batch_groups,
             local_batch_groups=local,
             buffer_groups_max=OUTSTANDING_BATCHES * in_flight,
             custom_sampler=self.sampler is not None,
-            checkpoint_every=1,
+            checkpoint_every=self.checkpoint_every,
+            trainer_restarts_max=TRAINER_RESTARTS_MAX,
             evaluate=False,
             progress_timeout_s=max(self.progress_timeout_s, FLUSHES_PER_TIMEOUT * self.flush_s),
             stragglers="drop" if self.straggler_factor else "wait",
@@ -123,6 +137,7 @@ class Scenario:
             repack_interval_s=5.0 if self.repack else 0.0,
             relay_restarts_max=RELAY_RESTARTS_MAX,
         )
+        return msgspec.structs.replace(settings, **dict(self.core))
 
     def world(self) -> World:
         """Everything in place, nothing begun."""
@@ -135,10 +150,11 @@ class Scenario:
             flush_s=self.flush_s,
             sampler=self.sampler,
             traced=self.traced,
-            stop_after=self.iterations,
+            stop_after=self.iterations if self.stops else 0,
             check_every=self.check_every,
         )
-        world.rollouts.answer_s = self.answer_s
+        world.stall_s = self.stall_s
+        world.rollouts.answer_s, world.training.checkpoint_s = self.answer_s, self.checkpoint_s
         inject(world, self.faults, self.seed)
         return world
 
@@ -189,7 +205,7 @@ def summary(scenario: Scenario, world: World) -> dict[str, Any]:
         "trajectories_moved": state.repack.num_moves,
         "tokens_prefilled_by_moves": state.repack.num_moved_tokens,
         "preemptions": sum(replica.num_preemptions for replica in engines),
-        "failovers": to_builtins(state.num_failovers),
+        "failovers": msgspec.to_builtins(state.num_failovers),
         "chain_epochs": state.chain.epoch,
         "tokens_lost": world.measures.num_tokens_lost,
         "tokens_dropped": dict(state.ledger.tokens.dropped),

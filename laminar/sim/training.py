@@ -1,17 +1,19 @@
 """The trainer's side of the simulated world: steps, publications, checkpoints, the sampler, and the records kept.
 
-Invariant: no trajectory is trained twice, except in a later attempt of the same step.
+Invariants: no trajectory is trained twice, except in a later attempt of the same step; that has the rows of the first.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from laminar.core import actions, events, versions
-from laminar.ids import TrajectoryId
+from laminar.ids import TrajectoryId, WorkerId
 from laminar.sim.measure import Iteration
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
+
+LAUNCH, RANK = WorkerId("trainer-0"), WorkerId("trainer-0/0")
 
 
 class Training:
@@ -19,8 +21,21 @@ class Training:
 
     def __init__(self, world: "World") -> None:
         self.world = world
+        self.incarnation = 1
+        """Of the present launch; what an older one was about to say is never said."""
+        self.restart_s = 60.0
+        """From the order to start a trainer again until it has loaded its checkpoint."""
+        self.checkpoint_s = 0.0
+        """How long the trainer is busy with writing one."""
+        self.checkpoint = 0
+        """Step of the newest complete one."""
+        self.full = False
+        """The disk takes nothing."""
+        self._measured = 0
+        self._rows: dict[int, list[TrajectoryId]] = {}
         self._trained: dict[TrajectoryId, tuple[int, int]] = {}
-        self._trainer_free_at = 0.0
+        self.free_at = 0.0
+        """When the trainer has done what it was told so far."""
         self._batch_tokens: dict[int, int] = {}
         self.answers: dict[type, Callable[..., None]] = {
             actions.PublishVersion: self._on_publish_version,
@@ -30,18 +45,44 @@ class Training:
             actions.RecordTrajectories: self._on_record_trajectories,
         }
 
+    def crash(self) -> None:
+        """A rank dies, and with it the launch and all that it did since its checkpoint."""
+        died, self.incarnation = self.incarnation, self.incarnation + 1
+        self.free_at = 0.0
+        self.world.measures.trainer_outages.append((self.world.now, self.world.rollouts.num_generated()))
+        self.world.send(events.WorkerLost(worker=RANK, incarnation=died, reason="its process ended with signal 9"))
+
+    def start(self) -> None:
+        """The launcher starts it again; its ranks load the newest checkpoint."""
+        self._at(self.world.now + self.restart_s, self._join)
+
+    def _join(self) -> None:
+        self.world.measures.trainer_outages.append((self.world.now, self.world.rollouts.num_generated()))
+        self.world.send(
+            events.TrainerRankReady(
+                worker=RANK, incarnation=self.incarnation, rank=0, world_size=1, step=self.checkpoint
+            )
+        )
+
+    def _at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Unless the trainer dies before."""
+        incarnation = self.incarnation
+        self.world.at(moment, lambda: happen() if incarnation == self.incarnation else None)
+
     def _on_publish_version(self, action: actions.PublishVersion) -> None:
         stall_s = self.world.cluster.publish_stall_s()
-        self._trainer_free_at = max(self._trainer_free_at, self.world.now) + stall_s
-        written = self._trainer_free_at
-        self.world.at(written, lambda: self.world.send(events.ShardsWritten(version=action.version, stall_s=stall_s)))
-        if self.world.intercept("publish_hang", action):
-            return
-        if self.world.intercept("version_lost", action):
-            event = events.VersionLost(version=action.version, reason="injected")
-            self.world.at(written, lambda: self.world.send(event))
-        else:
-            self.world.relays.publish(action.version, written)
+        self.free_at = max(self.free_at, self.world.now) + stall_s
+        hangs, lost = self.world.intercept("publish_hang", action), self.world.intercept("version_lost", action)
+        received = self.world.relays.publication(action.version)
+
+        def written() -> None:
+            self.world.send(events.ShardsWritten(version=action.version, stall_s=stall_s))
+            if lost and not hangs:
+                self.world.send(events.VersionLost(version=action.version, reason="injected"))
+            elif not hangs:
+                received()
+
+        self._at(self.free_at, written)
 
     def _on_start_train_step(self, action: actions.StartTrainStep) -> None:
         for row in action.rows:
@@ -50,14 +91,20 @@ class Training:
                 f"{row.trajectory} is trained in step {action.step}, and was in step {trained}"
             )
             self._trained[row.trajectory] = (action.step, action.attempt)
+        assert not self.full, f"step {action.step} begins on a full disk"
+        rows = [row.trajectory for row in action.rows]
+        assert rows == self._rows.setdefault(action.step, rows), f"step {action.step} is redone from other rows"
         num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in action.rows)
         self._batch_tokens[action.step] = num_tokens
-        self._trainer_free_at = max(self._trainer_free_at, self.world.now) + self.world.cluster.train_s(num_tokens)
-        self.world.at(self._trainer_free_at, lambda: self._finish_step(action))
+        self.free_at = max(self.free_at, self.world.now) + self.world.cluster.train_s(num_tokens)
+        self._at(self.free_at, lambda: self._finish_step(action))
 
     def _finish_step(self, action: actions.StartTrainStep) -> None:
         self.world.rollouts.report_kv()
         generated = self.world.rollouts.num_generated()
+        done = self.world.measures.iterations
+        while done and done[-1].step >= action.step:
+            done.pop()  # redone after a restore
         self.world.measures.iterations.append(
             Iteration(
                 step=action.step,
@@ -71,10 +118,20 @@ class Training:
         self.world.send(events.StepFinished(step=action.step, attempt=action.attempt))
 
     def _on_save_checkpoint(self, action: actions.SaveCheckpoint) -> None:
-        event: events.AnyEvent = events.CheckpointSaved(step=action.step)
-        if self.world.intercept("checkpoint_failed", action):
-            event = events.CheckpointFailed(step=action.step, reason="injected")
-        self.world.after(0.0, lambda: self.world.send(event))
+        assert not self.full, f"a checkpoint of step {action.step} begins on a full disk"
+        fails = self.world.intercept("checkpoint_failed", action)
+        if self.checkpoint_s:
+            self.free_at = max(self.free_at, self.world.now) + self.checkpoint_s
+        moment = self.free_at if self.checkpoint_s else self.world.now
+        self._at(moment, lambda: self._finish_checkpoint(action.step, fails or self.full))
+
+    def _finish_checkpoint(self, step: int, failed: bool) -> None:
+        if failed:
+            self.world.send(events.CheckpointFailed(step=step, reason="injected"))
+            return
+        self.checkpoint = step
+        self._rows = {number: rows for number, rows in self._rows.items() if number > step}
+        self.world.send(events.CheckpointSaved(step=step))
 
     def _on_ask_sampler(self, action: actions.AskSampler) -> None:
         assert self.world.sampler is not None, "the settings name a custom sampler, the world has none"
@@ -84,7 +141,9 @@ class Training:
     def _on_record_trajectories(self, action: actions.RecordTrajectories) -> None:
         branches, measures = self.world.core.state.branches, self.world.measures
         for t in action.trajectories:
-            if t.dropped or not (t.timings.trained and t.behavior_version and t.finish_version and t.sample_version):
+            if t.dropped or t.step <= self._measured:
+                continue  # never trained, or trained again
+            if not (t.timings.trained and t.behavior_version and t.finish_version and t.sample_version):
                 continue
             s_gen = versions.staleness(branches, t.finish_version, t.behavior_version)
             s_train = versions.staleness(branches, t.sample_version, t.behavior_version)
@@ -93,3 +152,4 @@ class Training:
                 measures.s_gen[s_gen] += 1
                 measures.s_train[s_train] += 1
                 measures.residence[s_train - s_gen] += 1
+        self._measured = max([self._measured, *(t.step for t in action.trajectories if t.timings.trained)])

@@ -24,10 +24,11 @@ from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
 from laminar.sim.relays import TRAINER_HOST, Relays
 from laminar.sim.rollouts import Rollouts
-from laminar.sim.training import Training
+from laminar.sim.training import LAUNCH, Training
 from laminar.sim.workload import Workload
 
 CHECK_ALL_EVERY = 10_000  # events; a check of everything costs about as much as some hundred events
+STALL_S = 3600.0  # longer than any repair, pause or deadline takes; a run that moves nothing for so long is stuck
 EVENTS_MAX = 50_000_000  # a run of months; more means that it does not end
 TRAINER = WorkerId("trainer-0/0")
 
@@ -65,6 +66,9 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._timer_at: float | None = None
+        self.stall_s = STALL_S
+        self._moved: tuple[int, ...] = ()
+        self._moved_at = 0.0
         self.rollouts = Rollouts(self)
         self.training = Training(self)
         self.relays = Relays(self)
@@ -84,7 +88,29 @@ class World:
             at, _, happen = heappop(self._heap)
             self.now = max(self.now, at)
             happen()
+            self._check_moves()
         self._checked(invariants.check, self.core.state)
+
+    def _check_moves(self) -> None:
+        """A run in which no token, trajectory, step or version comes for long can go no further."""
+        state = self.core.state
+        books, trainer = state.ledger, state.trainer
+        moved = (books.tokens.total, books.trajectories.total, trainer.step, trainer.branch, trainer.checkpoint)
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, self.now
+        elif self.now - self._moved_at > self.stall_s:
+            raise SimulationError(
+                f"event {state.seq} at {self.now:.1f} s: nothing has moved since {self._moved_at:.1f} s: {self._stuck()}"
+            )
+
+    def _stuck(self) -> str:
+        """Where everything is, in one line."""
+        state = self.core.state
+        replicas = [f"{r.id} {r.state} {r.version} at {len(r.attempts)}" for r in state.replicas.values()]
+        return (
+            f"trainer at {state.trainer.step}, running {state.trainer.running}, ready {state.trainer.ready}; "
+            f"{len(state.groups)} groups, {len(state.buffer)} complete, {len(state.requeue)} queued; {'; '.join(replicas)}"
+        )
 
     def begin(self) -> None:
         """The first events: relays, trainer, replicas."""
@@ -130,7 +156,6 @@ class World:
         replica = self.core.state.replicas.get(getattr(event, "worker", None))  # type: ignore[arg-type]
         if replica is not None:
             assert 0 <= replica.num_generating <= len(replica.attempts), f"{replica.id}: {replica.num_generating}"
-            assert replica.num_generating <= 2 * replica.num_requests_max, f"{replica.id} is overfull"
 
     def _set_timer(self) -> None:
         deadline = self.core.next_deadline()
@@ -147,7 +172,10 @@ class World:
             self.send(events.TimerFired())
 
     def _on_start_worker(self, action: actions.StartWorker) -> None:
-        self.relays.start(action.worker)
+        if action.worker == LAUNCH:
+            self.training.start()
+        else:
+            self.relays.start(action.worker)
 
     def _on_stop_worker(self, action: actions.StopWorker) -> None:
         self.relays.stop(action.worker, action.incarnation)

@@ -91,11 +91,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Most requests decoding at once per replica."""
     local_batch_groups: int = 0
     """Groups per weight pull; 0 = as many as fit in `max_concurrent`."""
-    refresh_policy: Literal["batch", "continuous"] = "batch"
+    refresh_policy: Literal["batch", "continuous", "rolling"] = "batch"
     """`batch`: a local batch of groups per weight pull; `continuous`: admit while the held version is the newest, then drain
-    and pull; docs/policies/refresh.md."""
-    draining_share: float = 0.5
+    and pull; `rolling`: so that mean staleness keeps a budget; docs/policies/refresh.md."""
+    draining_share: float = 1.0
     """`continuous`: at most this share of the replicas drains at once."""
+    staleness_budget: float = 0.75
+    """`rolling`: mean s_gen aimed at, in versions."""
     flush_interval_s: float = 0.25
     """A replica reports its new tokens this often (at once when its local batch drains)."""
     await_publication_s: float = 1.0
@@ -134,6 +136,8 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Longest time one `select` may take; the event loop waits for it."""
     max_groups: int = 0
     """New groups are held back while this many are in flight or buffered; 0 = three global batches."""
+    max_ready_groups: int = 0
+    """New groups are held back while this many complete groups wait for the trainer; 0 = only `max_groups` limits."""
     max_staleness: int = -1
     """Most trainer steps that a trained group may be behind the trainer; -1 = no bound, as in the paper."""
     on_stale: Literal["drop", "wait"] = "drop"
@@ -362,6 +366,12 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         ),
         (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
         (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
+        (c.rollout.staleness_budget < 0, f"rollout.staleness_budget = {c.rollout.staleness_budget}: 0 or more"),
+        (
+            c.buffer.max_ready_groups != 0 and c.buffer.max_ready_groups < c.trainer.batch_prompts,
+            f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: a batch of trainer.batch_prompts ="
+            f" {c.trainer.batch_prompts} would never fill; use at least that, or 0",
+        ),
         (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
         (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),

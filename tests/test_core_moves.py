@@ -1,4 +1,4 @@
-"""Repacking carried out, and the continuous refresh policy: events in, actions out. The planner has test_core_repack.py."""
+"""Repacking carried out: events in, actions out. The planner has test_core_repack.py."""
 
 import pytest
 from core_world import Driver, of, settings
@@ -6,8 +6,6 @@ from core_world import Driver, of, settings
 from laminar.core import actions, events
 from laminar.core.decisions import Repack, Transfer
 from laminar.core.records import ReplicaState, VersionRecord
-from laminar.core.refresh import draining
-from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
 
 PERIOD = 5.0
@@ -153,37 +151,3 @@ def test_without_an_interval_nothing_is_ever_repacked() -> None:
     driver = tailing(repack_interval_s=0.0)
     assert not of(check(driver), actions.AbortAttempts)
     assert driver.core.state.repack.num_checks == 0
-
-
-# ---- the continuous refresh policy -------------------------------------------------------------------------
-
-
-def continuous(*replicas: str, **changes: object) -> Driver:
-    small = {"refresh_policy": "continuous", "local_batch_groups": 1, "buffer_groups_max": 8, "steps": 9}
-    driver = Driver(settings(**{**small, **changes}))
-    driver.start(*replicas)
-    return driver
-
-
-def test_a_replica_admits_beyond_its_local_batch_while_its_version_is_the_newest() -> None:
-    driver = continuous("r0")
-    assert len(driver.generating("r0")) == 16, "the buffer limit, not the local batch, holds it back"
-
-
-def test_only_a_share_of_the_fleet_drains_at_once() -> None:
-    driver = continuous(draining_share=0.5, buffer_groups_max=16)
-    names = ("r0", "r1", "r2", "r3")
-    for name in names:
-        driver.join(name, requests=4)
-        driver.refreshed(name)
-    for name in ("r0", "r1"):
-        driver.complete_all(name)
-    driver.step_done()
-    driver.ready(Version(1, 0))
-    drains = draining(Turn(driver.core.state, driver.core.settings, driver.core.story))
-    assert len(drains) == 2
-    for name in names:
-        here = driver.generating(name)[:2]
-        new = driver.report(name, {t: 3 for t in here}, finish=here, reward={t: 1.0 for t in here})
-        began = [start for start in of(new, actions.StartGroup) if start.worker == name]
-        assert bool(began) == (name not in drains), f"{name}: {began}"

@@ -62,6 +62,8 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         buffer_groups_max=config.buffer_groups_max,
         refresh_policy=config.rollout.refresh_policy,
         draining_share=config.rollout.draining_share,
+        staleness_budget=config.rollout.staleness_budget,
+        ready_groups_max=config.buffer.max_ready_groups,
         repack_interval_s=config.repack.interval_s if config.repack.enabled else 0.0,
         repack_kv_share=config.repack.kv_share,
         repack_requests_max=config.repack.requests_max,

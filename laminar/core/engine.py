@@ -19,6 +19,7 @@ from laminar.core import (
     moves,
     recovery,
     relays,
+    refresh,
     snapshot,
     storage,
     story,
@@ -255,6 +256,7 @@ def _settle(turn: Turn) -> None:
     while progressed and not state.finished:
         evaluation.plan(turn)
         failover.plan(turn)
+        refresh.review(turn)
         progressed = _run_pass(turn, "refresh")
         moves.check(turn)
         progressed |= _run_pass(turn, "repack")

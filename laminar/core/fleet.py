@@ -50,6 +50,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
     )
     state.silent.pop(event.worker, None)
     state.dirty[event.worker] = None
+    state.review_due = True
     recovery.joined(turn, event.worker)
     turn.tell("joined", story.worker(event.worker))
 
@@ -82,6 +83,8 @@ def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> 
     del state.replicas[replica.id]
     state.failovers.pop(replica.id, None)
     state.pulls.pop(replica.id, None)
+    state.superseded.pop(replica.id, None)
+    state.review_due = True
     state.dirty.pop(replica.id, None)
     state.silent.pop(replica.id, None)
     state.fenced[replica.id] = max(replica.incarnation, state.fenced.get(replica.id, 0))
@@ -135,6 +138,8 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     replica.version, replica.target = event.version, None
     del turn.state.pulls[replica.id]
     replica.num_failed_pulls, replica.quarantined = 0, False
+    turn.state.superseded.pop(replica.id, None)
+    turn.state.review_due = True
     replica.state = ReplicaState.GENERATING
     replica.admit_left = 0 if replica.id in turn.state.failovers else turn.settings.local_batch_groups
     turn.state.dirty[replica.id] = None
@@ -261,6 +266,8 @@ def gate_is_open(turn: Turn) -> bool:
     state, settings = turn.state, turn.settings
     last_leased = max(max(state.steps, default=0), state.trainer.step)
     wanted = (settings.steps - last_leased) * settings.batch_groups
+    if settings.ready_groups_max and len(state.buffer) >= settings.ready_groups_max:
+        return False
     return num_outstanding(state) < min(settings.buffer_groups_max, wanted)
 
 

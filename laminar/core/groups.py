@@ -9,7 +9,7 @@ Invariants:
 
 from array import array
 
-from laminar.core import ledger, story, versions
+from laminar.core import ledger, pace, story, versions
 from laminar.core.actions import AbortAttempts, ForgetTokens, RecordTrajectories, Start, StartGroup
 from laminar.core.events import AbortedAttempt, FailedAttempt, FinishedAttempt, ReplicaReported, RewardedAttempt
 from laminar.core.prompts import draw
@@ -147,6 +147,7 @@ def _finish(turn: Turn, replica: Replica, finished: FinishedAttempt) -> None:
     trajectory.num_tokens = finished.num_tokens
     trajectory.timings.first_token = trajectory.timings.queued + finished.queued_s
     trajectory.timings.finished = turn.at
+    pace.generated(turn.state.pace, trajectory)
     replica.num_generating -= 1
 
 

@@ -298,6 +298,25 @@ class Ledger(msgspec.Struct, kw_only=True):
     tokens: Account = msgspec.field(default_factory=Account)
 
 
+class Mean(msgspec.Struct, kw_only=True):
+    """A mean whose older values weigh less (`laminar.core.pace`)."""
+
+    weight: float = 0.0
+    total: float = 0.0
+    """Weighted sum."""
+
+
+class Pace(msgspec.Struct, kw_only=True):
+    """How long things take now."""
+
+    generation_s: Mean = msgspec.field(default_factory=Mean)
+    """From a trajectory's first start to its last token."""
+    step_s: Mean = msgspec.field(default_factory=Mean)
+    """Between the ends of train steps."""
+    stepped_at: float = 0.0
+    """When the last train step ended; 0 = none has."""
+
+
 class SamplerRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A question to a custom sampler that has not been answered."""
 
@@ -358,6 +377,11 @@ class State(msgspec.Struct, kw_only=True):
     evaluations: list[Evaluation] = []
     repack: RepackRecord = msgspec.field(default_factory=RepackRecord)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
+    pace: Pace = msgspec.field(default_factory=Pace)
+    superseded: dict[WorkerId, None] = {}
+    """Replicas that drain because a newer version exists (refresh policies `continuous` and `rolling`)."""
+    review_due: bool = False
+    """The fleet or the newest version has changed since `superseded` was chosen."""
     storage_failure: str = ""
     """Why nothing can be written; empty = the disk works."""
     num_drops_in_row: int = 0

@@ -3,19 +3,22 @@
 * `batch` (the paper): a local batch of groups per pull; the next local batch begins when the last has drained.
 * `continuous`: a replica admits while its version is the newest. When a newer one exists it stops admitting and drains, but at
   most a share of the fleet does so at once, oldest version first; the others go on admitting under the version they hold.
+* `rolling`: as `continuous`, but as many go on admitting as a budget of mean staleness has room for.
+
+A replica whose version is not the newest is *superseded*. Which of them drain is chosen anew when that can have changed, not when a
+trajectory ends; one that has begun to drain goes on until it has pulled.
 """
 
-from laminar.core import relays
+from laminar.core import pace, relays
 from laminar.core.records import Replica
 from laminar.core.turn import Turn
-from laminar.ids import WorkerId
 
 
 def may_admit(turn: Turn, replica: Replica) -> bool:
     """Whether the policy lets the replica begin a new group under the version it holds."""
-    if turn.settings.refresh_policy == "continuous":
-        return _holds_newest(turn, replica) or replica.id not in draining(turn)
-    return replica.admit_left > 0 or _begins_local_batch(turn, replica)
+    if turn.settings.refresh_policy == "batch":
+        return replica.admit_left > 0 or _begins_local_batch(turn, replica)
+    return _holds_newest(turn, replica) or replica.id not in turn.state.superseded
 
 
 def admit(turn: Turn, replica: Replica) -> None:
@@ -35,11 +38,36 @@ def _begins_local_batch(turn: Turn, replica: Replica) -> bool:
     return replica.num_generating == 0 and not replica.incoming and _holds_newest(turn, replica)
 
 
-def draining(turn: Turn) -> dict[WorkerId, None]:
-    """`continuous`: the replicas that drain now, at most `draining_share` of the fleet (at least one), oldest version first."""
-    replicas = turn.state.replicas.values()
-    behind = [r for r in replicas if r.version is not None and not _holds_newest(turn, r)]
-    order = {record.version: index for index, record in enumerate(turn.state.versions)}
-    behind.sort(key=lambda r: (order.get(r.version, -1), r.num_generating))  # type: ignore[arg-type]
-    num = max(1, int(turn.settings.draining_share * len(turn.state.replicas)))
-    return dict.fromkeys(replica.id for replica in behind[:num])
+def review(turn: Turn) -> None:
+    """Choose the superseded replicas that drain, if the fleet or the newest version has changed since the last time."""
+    state = turn.state
+    if not state.review_due or turn.settings.refresh_policy == "batch":
+        return
+    state.review_due = False
+    behind = _behind(turn)
+    num = _num_draining(turn, behind)
+    state.superseded = dict.fromkeys(replica.id for replica, _ in behind[:num])
+    state.dirty.update(dict.fromkeys(replica.id for replica, _ in behind[num:]))
+
+
+def _behind(turn: Turn) -> list[tuple[Replica, int]]:
+    """Superseded replicas and how many readable versions they are behind: those that drain already, then the furthest behind, then
+    those with the least to do."""
+    ready = [record.version for record in reversed(turn.state.versions) if record.ready]
+    ages = {version: age for age, version in enumerate(ready)}
+    held = [r for r in turn.state.replicas.values() if r.version is not None and not _holds_newest(turn, r)]
+    behind = [(r, max(1, ages.get(r.version, len(ready)))) for r in held]  # type: ignore[arg-type]
+    behind.sort(key=lambda row: (row[0].id not in turn.state.superseded, -row[1], row[0].num_generating))
+    return behind
+
+
+def _num_draining(turn: Turn, behind: list[tuple[Replica, int]]) -> int:
+    fleet = len(turn.state.replicas)
+    if turn.settings.refresh_policy == "continuous":
+        return max(1, int(turn.settings.draining_share * fleet))
+    left = fleet * (turn.settings.staleness_budget - pace.steps_per_trajectory(turn.state.pace))
+    num = len(behind)
+    while num and behind[num - 1][1] <= left:
+        num -= 1
+        left -= behind[num][1]
+    return num

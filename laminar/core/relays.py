@@ -80,6 +80,7 @@ def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
 def _remove(turn: Turn, relay: Relay, reason: str) -> None:
     state = turn.state
     del state.relays[relay.id]
+    state.review_due = True
     state.silent.pop(relay.id, None)
     state.fenced[relay.id] = max(relay.incarnation, state.fenced.get(relay.id, 0))
     turn.emit(StopWorker(cause=turn.cause, worker=relay.id, incarnation=relay.incarnation, reason=reason))
@@ -230,5 +231,6 @@ def drop(turn: Turn, relay: Relay, version: Version) -> None:
     """The relay cannot give this version any more."""
     if version in relay.held:
         relay.held.remove(version)
+        turn.state.review_due = True
         versions.check_held(turn, version, f"{relay.id} recycled its slot, the last that held it")
         turn.state.dirty.update(dict.fromkeys(turn.state.replicas))

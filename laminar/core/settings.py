@@ -22,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that one replica admits per weight pull."""
     buffer_groups_max: int
     """New groups are held back while this many are in flight or buffered."""
+    ready_groups_max: int = 0
+    """New groups are held back while this many complete groups wait in the buffer; 0 = not looked at."""
     max_staleness: int | None = None
     """Most trainer steps that a trained group may be behind; None = no bound, as in the paper."""
     on_stale: Literal["drop", "wait"] = "drop"
@@ -40,10 +42,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 = at the end and on a stop only."""
     evaluate: bool = True
     """Greedy accuracy on held-out prompts before and after."""
-    refresh_policy: Literal["batch", "continuous"] = "batch"
+    refresh_policy: Literal["batch", "continuous", "rolling"] = "batch"
     """When a replica stops admitting: after a local batch, or only when newer weights exist (`laminar.core.refresh`)."""
-    draining_share: float = 0.5
+    draining_share: float = 1.0
     """`continuous`: at most this share of the fleet drains at once."""
+    staleness_budget: float = 0.75
+    """`rolling`: mean s_gen aimed at, versions."""
     repack_interval_s: float = 0.0
     """Seconds between repack checks; one more follows every train step. 0 = no repacking."""
     repack_kv_share: float = 0.9

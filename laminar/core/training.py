@@ -8,7 +8,7 @@ Invariants:
 * A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, fleet, ledger, recovery, relays, story, versions
+from laminar.core import bounds, evaluation, fleet, ledger, pace, recovery, relays, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -185,6 +185,7 @@ def on_step_finished(turn: Turn, event: StepFinished) -> None:
         return
     step.done = True
     trainer.step, trainer.running = event.step, 0
+    pace.stepped(turn.state.pace, turn.at)
     members = _members(turn, step.groups)
     for trajectory in members:
         trajectory.timings.trained = turn.at

@@ -111,6 +111,7 @@ def hold(turn: Turn, relay: Relay, version: Version, digest: str) -> bool:
     if all(version in other.held for other in state.relays.values()):
         record.awaited_until = 0.0
     state.dirty.update(dict.fromkeys(state.replicas))
+    state.review_due = True
     return True
 
 

@@ -1,0 +1,34 @@
+"""How long a trajectory and a train step take now, for policies that look ahead: means with exponentially falling weights."""
+
+from laminar.core.records import Mean, Pace, Trajectory
+
+GENERATION_DECAY = 1.0 - 1.0 / 4096  # the mean follows lengths that change over a few global batches
+STEP_DECAY = 0.75  # about the last four steps
+
+
+def generated(pace: Pace, trajectory: Trajectory) -> None:
+    """A trajectory has its last token."""
+    _add(pace.generation_s, trajectory.timings.finished - trajectory.timings.queued, GENERATION_DECAY)
+
+
+def stepped(pace: Pace, at: float) -> None:
+    """A train step is over, at run time `at`, seconds."""
+    if pace.stepped_at:
+        _add(pace.step_s, at - pace.stepped_at, STEP_DECAY)
+    pace.stepped_at = at
+
+
+def steps_per_trajectory(pace: Pace) -> float:
+    """Train steps that end while one trajectory is generated, on average: what staleness costs at the least. 0 = not known yet."""
+    if not (pace.generation_s.total and pace.step_s.total):
+        return 0.0
+    return _value(pace.generation_s) / _value(pace.step_s)
+
+
+def _add(mean: Mean, value: float, decay: float) -> None:
+    mean.weight = mean.weight * decay + 1.0
+    mean.total = mean.total * decay + value
+
+
+def _value(mean: Mean) -> float:
+    return mean.total / mean.weight

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laminar.core import actions, events, pace, refresh
 from laminar.core.records import Mean, Pace, Replica, ReplicaState, State, TrajectoryState, VersionRecord
+from laminar.core.relay_records import Chain, Relay
 from laminar.core.story import Story
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, Version, WorkerId
@@ -120,7 +121,11 @@ class Watched(World):
 def test_those_that_go_on_under_old_versions_are_within_the_budget_and_nobody_drains_without_need(
     ages: list[int], budget: float, generation_s: float, already: int
 ) -> None:
-    state = State(versions=[VersionRecord(version=Version(step, 0), ready=True) for step in range(5)])
+    made = [Version(step, 0) for step in range(5)]
+    state = State(versions=[VersionRecord(version=version, ready=True) for version in made])
+    relay = WorkerId("relay-0")
+    state.relays[relay] = Relay(id=relay, incarnation=1, host="h", held=made)
+    state.chain = Chain(epoch=1, order=[relay], master=relay)
     for number, age in enumerate(ages):
         worker = WorkerId(f"r{number}")
         state.replicas[worker] = Replica(

@@ -1,6 +1,11 @@
 """`python -m laminar.sim`: what it prints, writes and refuses; and the grid's file."""
 
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -116,6 +121,40 @@ def test_a_grid_goes_on_where_it_was(tmp_path, one_point, capsys):
         file.write('{"key": "cut off')
     assert grid.run(one_point, path, "H800", 0) == first
     assert capsys.readouterr().err == "", "nothing was run again"
+
+
+def test_two_processes_make_the_same_rows_as_one(tmp_path, capsys):
+    wanted = grid.points(["72B"], [64], ["math"])[:3]
+    alone = grid.run(wanted, tmp_path / "alone.jsonl", "H800", 0)
+    together = grid.run(wanted, tmp_path / "together.jsonl", "H800", 0, jobs=2)
+    assert together == alone
+    assert "[3/3" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+def test_an_interrupted_grid_leaves_whole_lines_and_no_processes(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "laminar.sim",
+        "--preset",
+        "paper",
+        "--model",
+        "72B",
+        "--gpus",
+        "64",
+        "--jobs",
+        "2",
+    ]
+    command += ["--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("[1/12"), "a first point is done, others are on the way"
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=100)  # ends when nobody holds its stderr: no child is left
+    assert process.returncode == 130
+    rows = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    assert 1 <= len(rows) < 12
 
 
 def test_the_grid_is_printed_beside_the_papers_speedups():

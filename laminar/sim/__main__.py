@@ -1,6 +1,7 @@
 """`python -m laminar.sim`: simulate a run, an ablation, or the paper's grid, and write down what came out."""
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ SHOWN = (
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 = done, 1 = an invariant broke, 2 = the arguments are wrong."""
     options = _parse(arguments)
+    gc.set_threshold(grid.GC_THRESHOLD)
     try:
         return _grid(options) if options.preset == "paper" else _runs(options)
     except SimulationError as error:
@@ -85,6 +87,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--iterations", type=_positive, help="train steps measured, after the warm-up; default 5")
     add("--warmup", type=_positive, help="train steps before; default 10")
+    add("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes of --preset paper; default: one per CPU")
     add("--json", action="store_true", help="print JSON")
     add("--out", type=Path, metavar="DIR", help="write result.json and figures (PNG, SVG); for paper default sim-paper")
     return parser.parse_args(arguments)
@@ -193,7 +196,7 @@ def _grid(options: argparse.Namespace) -> int:
     models = [options.model] if options.model else list(MODELS)
     gpus = [options.gpus] if options.gpus else list(grid.GPUS)
     wanted = grid.points(models, gpus, workloads)
-    rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed)
+    rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed, options.jobs)
     _write(options, rows)
     plots.grid_figure(rows, options.out / "throughput")
     print(json.dumps(rows, indent=2) if options.json else grid.table(rows))

@@ -8,12 +8,13 @@ With n running requests and K resident KV tokens, step j (0-based; each step add
 constant, so a sum over m steps is two arithmetic series.
 """
 
+import math
 from dataclasses import dataclass
 
 from laminar.sim.cluster import Cluster
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeModel:
     """The coefficients for one replica, seconds."""
 
@@ -46,16 +47,23 @@ class DecodeModel:
 
     def steps_within(self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int) -> int:
         """How many whole steps, at most `num_steps_max`, are over after `seconds`."""
+        if seconds < 0.0:
+            return 0
         if num_steps_max <= 0 or self.steps_s(num_running, kv_tokens, num_steps_max) <= seconds:
             return max(0, num_steps_max)
-        low, high = 0, num_steps_max
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.steps_s(num_running, kv_tokens, middle) <= seconds:
-                low = middle
-            else:
-                high = middle
-        return low
+        found = int(min(num_steps_max - 1.0, self._steps_memory_bound(num_running, kv_tokens, seconds)))
+        while self.steps_s(num_running, kv_tokens, found + 1) <= seconds:
+            found += 1
+        while found and self.steps_s(num_running, kv_tokens, found) > seconds:
+            found -= 1
+        return found
+
+    def _steps_memory_bound(self, num_running: int, kv_tokens: int, seconds: float) -> float:
+        """As many as would be over if no step were compute-bound: the root of g m^2 / 2 + b m = seconds."""
+        growth = self.kv_s * num_running
+        step_s = self.weights_s + self.kv_s * kv_tokens + self.overhead_s - growth / 2
+        divisor = step_s + math.sqrt(step_s * step_s + 2.0 * growth * seconds)
+        return 2.0 * seconds / divisor if divisor > 0.0 else math.inf
 
 
 def decode_model(cluster: Cluster) -> DecodeModel:

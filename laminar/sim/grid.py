@@ -4,12 +4,18 @@ A point that is in the file already is not run again, so an interrupted grid goe
 gives another fingerprint, and old points are refused rather than mixed in.
 """
 
+import contextlib
+import gc
 import hashlib
 import json
+import multiprocessing
+import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,8 +28,13 @@ from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.workload import WORKLOADS
 
+ROW_FORMAT = 2  # of a line; raised when rows gain fields that the table or the figures need
+GC_THRESHOLD = (
+    100_000  # objects; a run holds some hundred thousand that live long, and hardly makes cycles: 700 costs a seventh
+)
 GPUS = (64, 128, 256, 512, 1024)
-SYSTEMS = ("laminar", "laminar-continuous", "sync", "one-step", "stream", "partial")
+LAMINAR = ("laminar", "laminar-continuous")
+SYSTEMS = (*LAMINAR, "sync", "one-step", "stream", "partial")
 PAPER_SPLITS = {
     ("laminar", "72B", 1024): (768, 256),
     ("laminar-continuous", "72B", 1024): (768, 256),
@@ -54,41 +65,89 @@ class Point:
         """Its name in the file."""
         return f"{self.system}/{self.model}/{self.gpus}/{self.workload}"
 
+    @property
+    def cost(self) -> float:
+        """Roughly proportional to the time it takes, for the time left: GPUs count, and whether the system runs the core."""
+        return self.gpus * (1.0 if self.system.startswith("laminar") else 0.4 if self.system == "partial" else 0.05)
+
 
 def points(models: Iterable[str], gpus: Iterable[int], workloads: Iterable[str]) -> list[Point]:
-    """Small ones first, so that a grid that is cut off has whole rows."""
+    """Small and cheap ones first, so that a grid that is cut off has whole rows, and an error shows early."""
     return [
         Point(system=system, model=model, gpus=num, workload=workload)
         for num in gpus
         for workload in workloads
         for model in models
-        for system in SYSTEMS
+        for system in (*baselines.BASELINES, *LAMINAR)
     ]
 
 
 def fingerprint(hardware: str, seed: int) -> str:
     """Of everything that the figures depend on besides the code."""
-    text = repr((HARDWARE[hardware], sorted(MODELS.items()), Software(), WORKLOADS, seed))
+    text = repr((ROW_FORMAT, HARDWARE[hardware], sorted(MODELS.items()), Software(), WORKLOADS, seed))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def run(wanted: list[Point], path: Path, hardware: str, seed: int) -> list[dict[str, Any]]:
-    """All rows, the missing ones computed now and appended to `path`. Raises ConfigError for a file of other constants."""
+def run(wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1) -> list[dict[str, Any]]:
+    """All rows, the missing ones computed now by `jobs` processes and appended to `path` by this one alone.
+
+    Raises ConfigError for a file of other constants.
+    """
     mark = fingerprint(hardware, seed)
     rows = {row["key"]: row for row in _read(path, mark)}
     missing = [point for point in wanted if point.key not in rows]
-    begun = time.perf_counter()
-    for number, point in enumerate(missing, 1):
-        row = _measure(point, hardware, seed) | {"key": point.key, "fingerprint": mark}
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        rows[point.key] = row
-        spent = time.perf_counter() - begun
-        rate = f"{row['throughput_tokens_per_s']:,.0f} tokens/s"
-        print(
-            f"[{number}/{len(missing)}, {spent:.0f} s] {point.key} {row['split']}: {rate}", file=sys.stderr, flush=True
-        )
+    progress = _Progress(missing)
+    with contextlib.closing(_measured(missing, hardware, seed, jobs)) as measured:
+        for point, row in measured:
+            rows[point.key] = row | {"key": point.key, "fingerprint": mark}
+            with path.open("a") as file:
+                file.write(json.dumps(rows[point.key]) + "\n")
+            progress.show(point, row)
     return [rows[point.key] for point in wanted]
+
+
+def _measured(
+    missing: list[Point], hardware: str, seed: int, jobs: int
+) -> Generator[tuple[Point, dict[str, Any]], None, None]:
+    """The points with their rows, as they are done. Whatever ends this also ends the processes."""
+    measure = partial(_measure, hardware=hardware, seed=seed)
+    if jobs == 1 or len(missing) <= 1:
+        yield from ((point, measure(point)) for point in missing)
+        return
+    context = multiprocessing.get_context("spawn")  # forked children would share locks in whatever state they are
+    with ProcessPoolExecutor(min(jobs, len(missing)), context, _begin_process) as pool:
+        try:
+            futures = {pool.submit(measure, point): point for point in missing}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.terminate()  # a point can take minutes, and an unfinished one is worth nothing
+            raise
+
+
+def _begin_process() -> None:
+    """Ctrl-C reaches all processes of a terminal; only the parent acts on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(GC_THRESHOLD)
+
+
+class _Progress:
+    """A line on stderr per point, with the time left as the points' costs so far tell it."""
+
+    def __init__(self, missing: list[Point]) -> None:
+        self.number, self.num = 0, len(missing)
+        self.done, self.total = 0.0, sum(point.cost for point in missing)
+        self.begun = time.perf_counter()
+
+    def show(self, point: Point, row: dict[str, Any]) -> None:
+        """One more is done."""
+        self.number, self.done = self.number + 1, self.done + point.cost
+        spent = time.perf_counter() - self.begun
+        left = spent * (self.total - self.done) / self.done
+        rate = f"{row['throughput_tokens_per_s']:,.0f} tokens/s"
+        head = f"[{self.number}/{self.num}, {spent:.0f} s, about {left:.0f} s left]"
+        print(f"{head} {point.key} {row['split']}: {rate}", file=sys.stderr, flush=True)
 
 
 def _read(path: Path, mark: str) -> list[dict[str, Any]]:

@@ -198,12 +198,14 @@ class Replica:
 
     def _steps_to_change(self) -> int:
         """Steps until a request finishes or pauses, or the cache is full."""
-        while self._due and self._is_void(self._due[0]):
-            heappop(self._due)
-        due = max(0, self._due[0][0] - self.steps) if self._due else 0
+        queue = self._due
+        while queue and self._is_void(queue[0]):
+            heappop(queue)
+        due = queue[0][0] - self.steps if queue else 0
         if self.num_running > 1:
-            due = min(due, max(0, (self.capacity - self.kv_tokens) // self.num_running))
-        return due
+            room = (self.capacity - self.kv_tokens) // self.num_running
+            due = room if room < due else due
+        return due if due > 0 else 0
 
     def _is_void(self, entry: tuple[int, int, int]) -> bool:
         request = self.requests.get(TrajectoryId(entry[1]))

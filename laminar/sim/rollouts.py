@@ -223,8 +223,21 @@ class Rollouts:
                 continue
             replica.advance(self.world.now)
             present = (replica.kv_tokens, replica.num_running, replica.num_waiting)
-            if lengths or present != engine.reported:
+            if lengths:
                 self.report(worker, engine, Outcome(), lengths)
+            elif present != engine.reported:
+                self._report_load(worker, engine, present)
+
+    def _report_load(self, worker: WorkerId, engine: Engine, present: tuple[int, int, int]) -> None:
+        """A frame in which nothing ended: most events of a run are these."""
+        engine.reported = present
+        kv_tokens, num_running, num_waiting = present
+        self.world.send(
+            events.ReplicaReported(
+                worker=worker, incarnation=engine.incarnation, trajectories=b"", attempts=b"", num_tokens=b"",
+                num_running=num_running, num_waiting=num_waiting, kv_tokens=kv_tokens,
+            )
+        )  # fmt: skip
 
     def _flush(self) -> None:
         self.report_kv(lengths=True)

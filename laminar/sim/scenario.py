@@ -170,16 +170,16 @@ def simulate(scenario: Scenario, events_max: int = EVENTS_MAX) -> tuple[World, d
 
 def optimized(scenario: Scenario) -> Scenario:
     """The scenario at the best of a few placements, by short runs. Raises ConfigError if none is possible."""
-    parallel, found = MODELS[scenario.model].tensor_parallel, []
-    for part in SEARCHED_PARTS:
-        rollout = scenario.gpus * part // SPLIT_PARTS // parallel * parallel
-        if 0 < rollout < scenario.gpus:
-            split = (scenario.gpus - rollout, rollout)
-            short = replace(scenario, split=split, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
-            found.append((simulate(short)[1]["throughput_tokens_per_s"], split))
-    if not found:
+    parallel, best = MODELS[scenario.model].tensor_parallel, (0.0, (0, 0))
+    rollouts = [scenario.gpus * part // SPLIT_PARTS // parallel * parallel for part in SEARCHED_PARTS]
+    splits = [(scenario.gpus - rollout, rollout) for rollout in rollouts if 0 < rollout < scenario.gpus]
+    if not splits:
         raise ConfigError(f"--gpus {scenario.gpus}: no split leaves a trainer and one replica of {scenario.model}")
-    return replace(scenario, split=max(found)[1])
+    for split in splits:
+        short = replace(scenario, split=split, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
+        if 1.0 / short.cluster().train_s(1) > best[0]:  # else its trainer alone is slower than the best run
+            best = max(best, (simulate(short)[1]["throughput_tokens_per_s"], split))
+    return replace(scenario, split=best[1])
 
 
 def summary(scenario: Scenario, world: World) -> dict[str, Any]:

@@ -118,8 +118,7 @@ class Replica(msgspec.Struct, kw_only=True):
     host: str
     num_requests_max: int
     kv_tokens_max: int
-    num_requests_memory_bound: int = 0
-    """B by the roofline of its GPU; 0 = unknown."""
+    num_requests_memory_bound: int = 0  # B by the roofline of its GPU; 0 = unknown
     state: ReplicaState = ReplicaState.JOINED
     version: Version | None = None
     target: Version | None = None
@@ -353,8 +352,7 @@ class State(msgspec.Struct, kw_only=True):
     restarts: dict[WorkerId, Restart] = {}
     dirty: dict[WorkerId, None] = {}
     """Replicas that the passes look at."""
-    pulls: dict[WorkerId, float] = {}
-    """Replicas that pull -> when that has lasted too long."""
+    pulls: dict[WorkerId, float] = {}  # replicas that pull -> when that has lasted too long
     silent: dict[WorkerId, float] = {}
     """Workers whose channel broke -> when they count as lost."""
     stragglers_at: float = 0.0

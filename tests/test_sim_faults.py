@@ -135,6 +135,20 @@ def test_engine_slow_is_never_taken_for_a_hang(calls_max):
     assert world.now > run(flush_s=1.0, workload=plan).now, "it was slow"
 
 
+def test_an_engine_struck_twice_is_no_slower_and_recovers():
+    world = scenario(workload=LONG, flush_s=1.0, progress_timeout_s=5.0).world()
+    injector = Injector(world, FaultPlan(slow_s=30.0), seed=1)
+    full = world.rollouts.engines
+    for at in (5.0, 6.0, 7.0):
+        world.at(at, lambda: injector.strike("engine_slow", R0))
+    paces = []
+    for at in (8.0, 40.0):
+        world.at(at, lambda: paces.append(full[R0].replica.model.overhead_s / world.cluster.software.step_overhead_s))
+    world.run()
+    assert paces == [pytest.approx(10.0), pytest.approx(1.0)]
+    assert world.measures.faults["alarm:replica-suspect"] == 0
+
+
 def test_flushes_however_rare_are_never_taken_for_a_hang():
     world = run(flush_s=30.0, progress_timeout_s=1.0)
     assert is_whole(world)

@@ -178,11 +178,11 @@ class Injector:
 
     def _engine_slow(self, worker: WorkerId) -> None:
         engine = self.world.rollouts.engines[worker]
-        self._change_pace(worker, engine, SLOW_FACTOR)
-        self.world.after(self.plan.slow_s, lambda: self._change_pace(worker, engine, 1.0 / SLOW_FACTOR))
+        self._set_pace(worker, engine, SLOW_FACTOR)
+        self.world.after(self.plan.slow_s, lambda: self._set_pace(worker, engine, 1.0))
 
-    def _change_pace(self, worker: WorkerId, engine: Engine, factor: float) -> None:
-        engine.replica.slow_down(self.world.now, factor)
+    def _set_pace(self, worker: WorkerId, engine: Engine, factor: float) -> None:
+        engine.replica.set_pace(self.world.now, factor)
         if self.world.rollouts.engines.get(worker) is engine:
             self.world.rollouts.schedule(worker, engine)
 

@@ -133,10 +133,10 @@ class Replica:
         self.advance(now)
         self.hung = True
 
-    def slow_down(self, now: float, factor: float) -> None:
-        """Every decode step takes so many times as long from now on."""
+    def set_pace(self, now: float, factor: float) -> None:
+        """From now on every decode step takes so many times as long as the model says."""
         self.advance(now)
-        model = self.model
+        model = decode_model(self.cluster)
         self.model = replace(
             model,
             weights_s=model.weights_s * factor,

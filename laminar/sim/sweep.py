@@ -1,7 +1,8 @@
 """Random small runs with random settings and faults, one per seed: what `scripts/sweep_seeds.py` and the tests go through.
 
-A run passes if no invariant broke, it came to its end, and it ended well, or badly for a reason that the faults in it explain. One
-in which nothing moves any more has failed: no combination of settings that the core accepts may come to a standstill.
+A run passes if no invariant broke, it came to its end, no working replica was taken for a hung one, and it ended well, or badly for
+a reason that the faults in it explain. One in which nothing moves any more has failed: no combination of settings that the core
+accepts may come to a standstill.
 """
 
 from random import Random
@@ -145,6 +146,8 @@ def check(seed: int) -> str:
     try:
         _, found = simulate(chosen, EVENTS_MAX)
         _judge(chosen, found["finished"], found["ok"])
+        if found["faults"].get("alarm:replica-suspect") and not found["faults"].get("engine_hang"):
+            raise SimulationError("a replica was suspect although no engine hung")
     except SimulationError as error:
         raise SimulationError(
             f"seed {seed}: {error}\nreplay: python scripts/sweep_seeds.py --first {seed} --count 1"

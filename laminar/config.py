@@ -191,6 +191,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Compute dtype; `auto` = bf16 on a GPU, fp32 on a CPU. Master weights and reductions are fp32."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 = only at the end and on a stop."""
+    restarts: int = 0
+    """A trainer that is lost is started again from its newest checkpoint this often without a further checkpoint in between, while
+    rollouts go on; the steps since are redone. 0 = the run ends."""
     keep_last: int = 2
     """Older checkpoints are deleted."""
 
@@ -276,6 +279,7 @@ _LEAST: dict[str, int] = {
     "rollout.length_floor_p99": 0,
     "buffer.max_groups": 0,
     "trainer.checkpoint_every": 0,
+    "trainer.restarts": 0,
     "trainer.micro_batch_tokens": 1,
 }
 """Smallest value that means something."""

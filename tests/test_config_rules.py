@@ -54,6 +54,7 @@ RULES = [
     ({"trainer.mini_batches": 65}, "trainer.mini_batches = 65: between 1 and trainer.batch_prompts = 64"),
     ({"trainer.micro_batch_tokens": 0}, "trainer.micro_batch_tokens = 0: 1 or more"),
     ({"trainer.checkpoint_every": -1}, "trainer.checkpoint_every = -1: 0 or more"),
+    ({"trainer.restarts": -1}, "trainer.restarts = -1: 0 or more"),
     ({"trainer.keep_last": 0}, "trainer.keep_last = 0: keep at least the newest checkpoint"),
     ({"relay.slots": 1}, "relay.slots = 1: at least 2"),
     ({"controller.heartbeat_s": 0.0}, "controller.heartbeat_s = 0.0: above 0"),

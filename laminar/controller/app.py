@@ -23,8 +23,8 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import Process, plan, url_of
-from laminar.controller.rundir import RunDirectory, write_token, write_url
+from laminar.controller.plan import Process, going_on_from, plan, url_of
+from laminar.controller.rundir import RunDirectory, complete_checkpoints, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Channel, Server
 from laminar.controller.status import status_of
@@ -70,6 +70,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         await_publication_s=config.rollout.await_publication_s,
         progress_timeout_s=config.rollout.progress_timeout_s,
         restarts_max=config.rollout.restarts,
+        trainer_restarts_max=config.trainer.restarts,
         max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
         on_stale=config.buffer.on_stale,
         num_retries=config.rollout.num_retries,
@@ -219,6 +220,9 @@ class Application:
         try:
             if process is None:
                 raise StartError("it was not started by this controller")
+            if process.role == "trainer":
+                complete = complete_checkpoints(self._run.checkpoints)
+                process = going_on_from(process, complete[-1] if complete else self._resume)
             await self._launcher.start(process)
             self._display.say(f"{worker} is started again")
         except StartError as error:

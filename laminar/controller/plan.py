@@ -98,9 +98,7 @@ def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int
         _python(host), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={host.ranks}",
         "-m", "laminar.workers.trainer", "--controller", url, "--name", name,
     ]  # fmt: skip
-    if resume is not None:
-        command += ["--resume", str(resume)]
-    return Process(
+    process = Process(
         name=name,
         role="trainer",
         address=host.address,
@@ -108,6 +106,17 @@ def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int
         environment=_environment(threads),
         num_workers=host.ranks,
     )
+    return going_on_from(process, resume)
+
+
+def going_on_from(trainer: Process, checkpoint: Path | None) -> Process:
+    """The trainer as it is started to go on from a checkpoint; None = from the initial model."""
+    command = trainer.command
+    if "--resume" in command:
+        command = command[: command.index("--resume")]
+    if checkpoint is not None:
+        command = [*command, "--resume", str(checkpoint)]
+    return msgspec.structs.replace(trainer, command=command)
 
 
 def _rollout(host: Host, number: int, url: str, config: Config, threads: int) -> Process:

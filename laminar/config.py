@@ -203,6 +203,9 @@ class RelayConfig(Section, frozen=True, kw_only=True):
 
     slots: int = 3
     """Version slots in shared memory: newest, incoming, one more."""
+    restarts: int = 2
+    """How often a lost relay is started again. Replicas go on with the weights that they hold; the trainer's present ones are
+    published to the new process. 0 = the loss of the relay ends the run."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of published weights; `auto` = bfloat16 where rollouts run on GPUs, float32 on CPUs."""
 
@@ -379,6 +382,7 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
         (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
+        (c.relay.restarts < 0, f"relay.restarts = {c.relay.restarts}: 0 or more"),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,

@@ -111,8 +111,8 @@ def test_a_killed_trainer_rank_ends_the_run_and_is_named(tmp_path: Path) -> None
     assert f"--resume {run.path}" in run.output
 
 
-def test_a_killed_relay_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, LONG) as run:
+def test_without_restarts_a_killed_relay_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, "relay.restarts=0", LONG) as run:
         run.until_said(r"^step 2/")
         run.kill_worker("laminar.workers.relay")
         assert run.wait(STOPPED_S) == 1, run.output

@@ -71,6 +71,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         progress_timeout_s=config.rollout.progress_timeout_s,
         restarts_max=config.rollout.restarts,
         trainer_restarts_max=config.trainer.restarts,
+        relay_restarts_max=config.relay.restarts,
         max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
         on_stale=config.buffer.on_stale,
         num_retries=config.rollout.num_retries,

@@ -30,7 +30,6 @@ EXPLAINED = {
     "no rollout replica is left": (
         "engine_crash",
         "engine_hang",
-        "engine_slow",  # several at once make a hundred of ten times: no token within any time limit
         "host_lost",
         "partition",
         "pull_hang",

@@ -1,5 +1,6 @@
 """Each fault by name, and what it may cost (design: the last column of the table of faults); then many at once, by seeds."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -353,6 +354,18 @@ def test_every_fault_has_a_scenario_here():
     text = Path(__file__).read_text() + Path(__file__).with_name("test_sim_relays.py").read_text()
     for name in PER_HOUR + PER_CASE:
         assert f'"{name}' in text or f'="{name}=' in text, f"{name} has no test"
+
+
+def test_every_row_of_the_table_of_faults_names_faults_and_tests_that_exist():
+    here = Path(__file__).parent
+    table = [line.split("|") for line in (here.parent / "docs/sim/faults.md").read_text().splitlines() if "| `" in line]
+    defined = "".join((here / name).read_text() for name in ("test_sim_faults.py", "test_sim_relays.py"))
+    assert len(table) > 10
+    for _, _, simulated, _, tests, _ in table:
+        assert set(re.findall(r"`(\w+)`", simulated)) <= {*PER_HOUR, *PER_CASE}
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert names
+        assert [name for name in names if f"def {name}(" not in defined] == []
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Scenario fields; options given beside a preset win. `paper` is the grid."""
 SHOWN = (
     "split", "replicas", "throughput_tokens_per_s", "generation_tokens_per_s", "iteration_s", "kv_use", "latency_mean_s",
-    "latency_max_s", "s_gen_mean", "s_gen_max", "s_train_mean", "s_train_max", "pull_wait_mean_s", "replicas_released",
-    "trajectories_moved", "preemptions", "tokens_lost", "finished", "events", "elapsed_s",
+    "latency_max_s", "s_gen_mean", "s_gen_max", "s_train_mean", "s_train_max", "fresh_tokens_per_s",
+    "pull_wait_mean_s", "replicas_released", "trajectories_moved", "preemptions", "tokens_lost", "finished", "events", "elapsed_s",
 )  # fmt: skip
 
 
@@ -163,17 +163,33 @@ def _runs(options: argparse.Namespace) -> int:
             options.out.mkdir(parents=True, exist_ok=True)
             title = f"{variant.model}, {world.cluster.train_gpus}/{world.cluster.rollout_gpus} GPUs, {variant.policy}, {name}"
             plots.run_figure(world.measures, title, options.out / name.replace(" ", "-"))
+            if "queue" in results[name]:
+                plots.queue_figure(results[name]["queue"], title, options.out / f"{name.replace(' ', '-')}-queue")
     _write(options, results)
     print(json.dumps(results, indent=2) if options.json else _columns(results))
     return 0 if all(result["ok"] for result in results.values()) else 1
 
 
 def _columns(results: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'':28}" + "".join(f"{name:>18}" for name in results)]
+    lines = [f"{'':36}" + "".join(f"{name:>18}" for name in results)]
     for field in SHOWN:
         values = [result.get(field, "") for result in results.values()]
-        lines.append(f"{field:28}" + "".join(f"{_number(value):>18}" for value in values))
+        lines.append(f"{field:36}" + "".join(f"{_number(value):>18}" for value in values))
+    queues = [_flat(result.get("queue", {})) for result in results.values()]
+    for field in queues[0]:
+        lines.append(f"queue: {field:29}" + "".join(f"{_number(queue[field]):>18}" for queue in queues))
     return "\n".join(lines)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested numbers by joined names, lists left out."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name} ")
+        elif not isinstance(value, list):
+            found[prefix + name] = value
+    return found
 
 
 def _number(value: object) -> str:

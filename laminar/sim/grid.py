@@ -179,7 +179,9 @@ def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
     scenario = Scenario(
         model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed, policy=policy
     )
-    return simulate(scenario if split else optimized(scenario))[1] | name
+    row = simulate(scenario if split else optimized(scenario))[1] | name
+    del row["queue"]["series"]  # of long runs
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from laminar.sim.freshness import Pace
+from laminar.sim.queues import Record, account
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,8 @@ class Measures:
     """(at, mean share of the KV capacity in use)."""
     buffered: list[tuple[float, int]] = field(default_factory=list)
     """(at, complete groups in the buffer)."""
+    queue: Record = field(default_factory=Record)
+    """Of the experience buffer, for long runs."""
     lanes: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """Per replica: (at, step of the version that it holds from then on)."""
     waits_s: list[float] = field(default_factory=list)
@@ -82,6 +85,11 @@ class Measures:
         }
         trained = Pace(tokens_per_s=throughput, staleness=self.s_train)
         return found | trained.report() if self.s_train else found
+
+    def queue_account(self, dropped: dict[str, int]) -> dict[str, Any]:
+        """The buffer as a queue over the measured window; `dropped` = trajectories by reason, of the whole run."""
+        window = self.iterations[self.warmup - 1 :]
+        return account(self.queue, [(iteration.step, iteration.at) for iteration in window], dropped)
 
 
 def _mean(counts: Counter[int]) -> float:

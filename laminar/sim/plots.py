@@ -44,6 +44,33 @@ def run_figure(measures: Measures, title: str, path: Path) -> list[Path]:
     return _save(figure, path)
 
 
+QUEUE_PANELS = (
+    ("groups", (("depth_groups", "complete, in the buffer"), ("in_flight_groups", "in flight"))),
+    ("residence, s", (("residence_s", "mean age of the groups of a batch"),)),
+    ("s_train, versions", (("s_train", "mean of a batch"),)),
+    ("share of the iteration", (("trainer_waits_share", "trainer waits for a batch"),)),
+)
+
+
+def queue_figure(queue: dict[str, Any], title: str, path: Path) -> list[Path]:
+    """The buffer over a long run: depth and groups in flight, residence, staleness, and how long the trainer waits."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(len(QUEUE_PANELS), 1, figsize=(9, 10), layout="constrained", sharex=True)
+    figure.suptitle(title)
+    steps = [row["step"] for row in queue["series"]]
+    for panel, (label, lines) in zip(axes, QUEUE_PANELS, strict=True):
+        for field, name in lines:
+            panel.plot(
+                steps, [row[field] for row in queue["series"]], marker=".", markersize=3, linewidth=1, label=name
+            )
+        highest = max(row[field] for row in queue["series"] for field, _ in lines)
+        panel.set(ylabel=label, ylim=(0, 1.3 * highest or 1.0))  # room for the legend
+        panel.legend(loc="upper left", fontsize=8, ncols=2, frameon=False)
+    axes[-1].set_xlabel("train step")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return _save(figure, path)
+
+
 def _timeline(axes: Any, measures: Measures) -> None:
     axes.plot(*zip(*measures.kv_use, strict=True), color="tab:blue", linewidth=0.8)
     axes.set(xlabel="run time, s", ylabel="mean KV use", ylim=(0, 1))
@@ -62,8 +89,13 @@ def _staleness(axes: Any, measures: Measures) -> None:
         total = sum(counts.values()) or 1
         values = sorted(counts)
         axes.bar([v + 0.27 * (index - 1) for v in values], [counts[v] / total for v in values], width=0.25, label=name)
-    axes.set(xlabel="versions", ylabel="share of trained trajectories")
-    axes.legend()
+    axes.set(xlabel="staleness, versions", ylabel="share of trained trajectories")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(title="mean: " + ", ".join(f"{name} {_mean(counts):.2f}" for name, counts in kinds), frameon=False)
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(value * num for value, num in counts.items()) / (sum(counts.values()) or 1)
 
 
 def _latencies(axes: Any, measures: Measures) -> None:
@@ -78,7 +110,8 @@ def _lanes(axes: Any, measures: Measures) -> None:
         held = [*measures.lanes[name], (end, -1)]
         for (begin, version), (until, _) in pairwise(held):
             axes.broken_barh([(begin, max(0.0, until - begin))], (row, 0.9), color=colors[version % len(colors)])
-    axes.set(xlabel="run time, s", ylabel="replica (one colour per weight version)")
+    axes.set(xlabel="run time, s", ylabel="replica; one colour per weight version")
+    axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def grid_figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from laminar.core import actions, events, health
+from laminar.core import actions, events, fleet, health
+from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, Version, WorkerId
+from laminar.sim import queues
 from laminar.sim.replica import Outcome, Replica, Request
 
 if TYPE_CHECKING:
@@ -251,7 +253,20 @@ class Rollouts:
         total = self.world.cluster.num_replicas * self.world.cluster.kv_tokens_max
         self.world.measures.kv_use.append((self.world.now, used / total))
         self.world.measures.buffered.append((self.world.now, len(self.world.core.state.buffer)))
+        self._sample_queue()
         self.world.after(self.world.sample_s, self._sample)
+
+    def _sample_queue(self) -> None:
+        core = self.world.core
+        buffered, turn = len(core.state.buffer), Turn(core.state, core.settings, core.story)
+        self.world.measures.queue.samples.append(
+            queues.Sample(
+                at=self.world.now,
+                buffered=buffered,
+                in_flight=fleet.num_outstanding(core.state) - buffered,
+                held_back=not fleet.gate_is_open(turn),
+            )
+        )
 
     # ---- what the core asks for --------------------------------------------------------------------------------
 

@@ -215,4 +215,5 @@ def summary(scenario: Scenario, world: World) -> dict[str, Any]:
     }
     if len(world.measures.iterations) > scenario.warmup > 0:
         found |= world.measures.summary()
+        found["queue"] = world.measures.queue_account(found["trajectories_dropped"])
     return found

@@ -4,10 +4,12 @@ Invariants: no trajectory is trained twice, except in a later attempt of the sam
 """
 
 from collections.abc import Callable
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from laminar.core import actions, events, versions
-from laminar.ids import TrajectoryId, WorkerId
+from laminar.ids import GroupId, TrajectoryId, WorkerId
+from laminar.sim import queues
 from laminar.sim.measure import Iteration
 
 if TYPE_CHECKING:
@@ -71,7 +73,9 @@ class Training:
 
     def _on_publish_version(self, action: actions.PublishVersion) -> None:
         stall_s = self.world.cluster.publish_stall_s()
-        self.free_at = max(self.free_at, self.world.now) + stall_s
+        begin = max(self.free_at, self.world.now)
+        self.free_at = begin + stall_s
+        self.world.measures.queue.busy.append((begin, self.free_at))
         hangs, lost = self.world.intercept("publish_hang", action), self.world.intercept("version_lost", action)
         received = self.world.relays.publication(action.version)
 
@@ -96,7 +100,9 @@ class Training:
         assert rows == self._rows.setdefault(action.step, rows), f"step {action.step} is redone from other rows"
         num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in action.rows)
         self._batch_tokens[action.step] = num_tokens
-        self.free_at = max(self.free_at, self.world.now) + self.world.cluster.train_s(num_tokens)
+        begin = max(self.free_at, self.world.now)
+        self.free_at = begin + self.world.cluster.train_s(num_tokens)
+        self.world.measures.queue.busy.append((begin, self.free_at))
         self._at(self.free_at, lambda: self._finish_step(action))
 
     def _finish_step(self, action: actions.StartTrainStep) -> None:
@@ -140,6 +146,7 @@ class Training:
 
     def _on_record_trajectories(self, action: actions.RecordTrajectories) -> None:
         branches, measures = self.world.core.state.branches, self.world.measures
+        trained: dict[GroupId, list[tuple[float, float, int, int]]] = {}
         for t in action.trajectories:
             if t.dropped or t.step <= self._measured:
                 continue  # never trained, or trained again
@@ -147,9 +154,16 @@ class Training:
                 continue
             s_gen = versions.staleness(branches, t.finish_version, t.behavior_version)
             s_train = versions.staleness(branches, t.sample_version, t.behavior_version)
+            trained.setdefault(t.group, []).append((t.timings.rewarded, t.timings.sampled, t.step, s_train))
             measures.latencies.append((t.timings.finished, t.timings.finished - t.timings.queued))
             if t.step > measures.warmup:
                 measures.s_gen[s_gen] += 1
                 measures.s_train[s_train] += 1
                 measures.residence[s_train - s_gen] += 1
+        measures.queue.groups += map(_waited, trained.values())
         self._measured = max([self._measured, *(t.step for t in action.trajectories if t.timings.trained)])
+
+
+def _waited(siblings: list[tuple[float, float, int, int]]) -> queues.Group:
+    rewarded, sampled, steps, staleness = zip(*siblings, strict=True)
+    return queues.Group(complete_at=max(rewarded), sampled_at=max(sampled), step=steps[0], s_train=fmean(staleness))

@@ -157,6 +157,22 @@ def test_an_interrupted_grid_leaves_whole_lines_and_no_processes(tmp_path):
     assert 1 <= len(rows) < 12
 
 
+def test_the_grids_figures_and_rows_are_written(tmp_path, capsys):
+    rows = [
+        {"key": point.key, "fingerprint": grid.fingerprint("H800", 0), "model": point.model, "gpus": point.gpus,
+         "workload": point.workload, "system": point.system, "throughput_tokens_per_s": 1e4 * (1 + number),
+         "fresh_tokens_per_s": 1e4, "s_train_mean": 1.0, "s_train_max": 2, "split": "32/32"}
+        for number, point in enumerate(grid.points(["7B"], [64], ["math", "tool"]))
+    ]  # fmt: skip
+    (tmp_path / "points.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--preset", "paper", "--model", "7B", "--gpus", "64", "--out", str(tmp_path)]) == 0
+    assert "mean speedup, tool, over the baselines" in capsys.readouterr().out
+    assert json.loads((tmp_path / "result.json").read_text()) == rows
+    for name in ("throughput", "speedup"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+
+
 def test_the_grid_is_printed_beside_the_papers_speedups():
     rows = [
         {"key": f"{system}/72B/1024/math", "model": "72B", "gpus": 1024, "workload": "math", "system": system,

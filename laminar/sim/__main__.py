@@ -30,6 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": {"model": "7B", "gpus": 16, "split": (8, 8), "iterations": 4, "warmup": 1, "batch_groups": 64},
 }
 """Scenario fields; options given beside a preset win. `paper` is the grid."""
+REPRESENTATIVE = ("32B-128", "72B-1024")  # runs of the grid that are also drawn
 SHOWN = (
     "split", "replicas", "throughput_tokens_per_s", "generation_tokens_per_s", "iteration_s", "kv_use", "latency_mean_s",
     "latency_max_s", "s_gen_mean", "s_gen_max", "s_train_mean", "s_train_max", "fresh_tokens_per_s",
@@ -215,8 +216,23 @@ def _grid(options: argparse.Namespace) -> int:
     rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed, options.jobs)
     _write(options, rows)
     plots.grid_figure(rows, options.out / "throughput")
+    plots.speedup_figure(rows, grid.PAPER_SPEEDUPS, options.out / "speedup")
+    for name in REPRESENTATIVE:
+        chosen = PRESETS[name]
+        if chosen["model"] in models and chosen["gpus"] in gpus and not (options.out / f"{name}.json").exists():
+            _representative(options, name)
     print(json.dumps(rows, indent=2) if options.json else grid.table(rows))
     return 0
+
+
+def _representative(options: argparse.Namespace, name: str) -> None:
+    """One run of the grid in pictures: KV use, staleness, latencies, version lanes."""
+    scenario = Scenario(
+        hardware=options.hardware, workload=workload.WORKLOADS["math"], seed=options.seed, **PRESETS[name]
+    )
+    world, found = simulate(scenario)
+    plots.run_figure(world.measures, f"{name}, split {found['split']}, batch policy, math", options.out / name)
+    (options.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

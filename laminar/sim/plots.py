@@ -134,7 +134,36 @@ def grid_figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:
                 points = sorted((r["gpus"], r["throughput_tokens_per_s"]) for r in chosen if r["system"] == system)
                 panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system)
             panel.set(xscale="log", yscale="log", title=f"{model} {workload}", xlabel="GPUs", ylabel="tokens/s")
-            panel.set_xticks([row["gpus"] for row in chosen], [str(row["gpus"]) for row in chosen])
+            ticks = sorted({row["gpus"] for row in chosen})
+            panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.minorticks_off()
-    axes[0][0].legend(fontsize=7)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False)
+    return _save(figure, path)
+
+
+def speedup_figure(rows: list[dict[str, Any]], paper: dict[str, float], path: Path) -> list[Path]:
+    """Throughput of `laminar` over each baseline's, a bar per point; a line where the paper's mean is (math only)."""
+    pyplot = _pyplot()
+    rates = {(r["workload"], r["model"], r["gpus"], r["system"]): r["throughput_tokens_per_s"] for r in rows}
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    figure, axes = pyplot.subplots(
+        len(paper), len(workloads), figsize=(7 * len(workloads), 2.4 * len(paper)), layout="constrained", squeeze=False
+    )
+    for line, (system, mean) in enumerate(paper.items()):
+        for column, workload in enumerate(workloads):
+            panel = axes[line][column]
+            heads = [key[1:3] for key in rates if key[0] == workload and key[3] == "laminar"]
+            heads.sort(key=lambda head: ([row["model"] for row in rows].index(head[0]), head[1]))
+            for own, color in (("laminar", "tab:blue"), ("laminar-continuous", "tab:cyan")):
+                shift = -0.2 if own == "laminar" else 0.2
+                ratios = [rates[workload, *head, own] / rates[workload, *head, system] for head in heads]
+                panel.bar([i + shift for i in range(len(heads))], ratios, width=0.38, color=color, label=own)
+            panel.axhline(1.0, color="gray", linewidth=0.6)
+            if workload == "math":
+                panel.axhline(mean, color="tab:red", linestyle="--", linewidth=1, label="paper, mean")
+            panel.set_xticks(range(len(heads)), [f"{model}\n{gpus}" for model, gpus in heads], fontsize=7)
+            panel.set(title=f"over {system}, {workload}", ylabel="speedup")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    for panel in axes[-1]:
+        panel.set_xlabel("model, GPUs")
     return _save(figure, path)

@@ -120,6 +120,8 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     """Seconds between checks; one more follows every train step."""
     kv_share: float = 0.9
     """A destination is filled up to this share of its KV capacity (C_max)."""
+    policy: Literal["whole", "parts"] = "whole"
+    """What a replica generates is moved to one other, as in the paper, or in parts to several, which empties it sooner."""
     requests_max: int = 0
     """Largest decode batch that is still memory-bound (B); 0 = by the roofline of the replica's GPU (`laminar/roofline.py`), and
     never more than the replica decodes at once, which is also what is taken where the GPU is unknown."""

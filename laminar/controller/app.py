@@ -66,6 +66,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         ready_groups_max=config.buffer.max_ready_groups,
         repack_interval_s=config.repack.interval_s if config.repack.enabled else 0.0,
         repack_kv_share=config.repack.kv_share,
+        repack_policy=config.repack.policy,
         repack_requests_max=config.repack.requests_max,
         await_publication_s=config.rollout.await_publication_s,
         progress_timeout_s=config.rollout.progress_timeout_s,

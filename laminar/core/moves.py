@@ -8,12 +8,12 @@ Invariants:
 * If the destination is lost or no longer fits, the trajectory is queued like any other of its version.
 """
 
-from laminar.core import groups, health, repack, story
+from laminar.core import groups, health, refresh, repack, spread, story
 from laminar.core.actions import AbortAttempts
 from laminar.core.decisions import Repack, Transfer
 from laminar.core.records import Replica, ReplicaState, TrajectoryState
 from laminar.core.turn import Turn
-from laminar.ids import TrajectoryId
+from laminar.ids import TrajectoryId, WorkerId
 
 
 def trigger(turn: Turn) -> None:
@@ -30,24 +30,35 @@ def check(turn: Turn) -> None:
         return
     record.due = False
     replicas = [r for r in turn.state.replicas.values() if _takes_part(turn, r)]
-    plan = repack.plan([load(turn, replica) for replica in replicas])
+    planner = spread.plan if turn.settings.repack_policy == "parts" else repack.plan
+    plan = planner([load(turn, replica) for replica in replicas])
     for replica in replicas:
         replica.kv_previous = replica.kv_tokens
     record.reasons, record.checked_at, record.num_checks = plan.reasons, turn.at, record.num_checks + 1
-    record.planned = [
-        Transfer(
-            source=move.source,
-            destination=move.destination,
-            trajectories=generating(turn, turn.state.replicas[move.source]),
-            reason=move.reason,
+    record.planned = _transfers(turn, plan.moves)
+
+
+def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
+    """Which trajectories go where: those of a divided source in order of start, destination by destination."""
+    transfers: list[Transfer] = []
+    left: dict[WorkerId, list[TrajectoryId]] = {}
+    for move in moves:
+        if move.source not in left:
+            left[move.source] = generating(turn, turn.state.replicas[move.source])
+        chosen, left[move.source] = left[move.source][: move.num_requests], left[move.source][move.num_requests :]
+        transfers.append(
+            Transfer(source=move.source, destination=move.destination, trajectories=chosen, reason=move.reason)
         )
-        for move in plan.moves
-    ]
+    return transfers
 
 
 def _takes_part(turn: Turn, replica: Replica) -> bool:
+    return _is_settled(turn, replica) and not replica.leaving
+
+
+def _is_settled(turn: Turn, replica: Replica) -> bool:
     settled = replica.state == ReplicaState.GENERATING and health.takes_work(turn.state, replica)
-    return settled and replica.version is not None and not replica.leaving and not replica.draining
+    return settled and replica.version is not None and not replica.draining
 
 
 def load(turn: Turn, replica: Replica) -> repack.Load:
@@ -64,6 +75,7 @@ def load(turn: Turn, replica: Replica) -> repack.Load:
         kv_max=int(settings.repack_kv_share * replica.kv_tokens_max),
         requests_max=requests_max,
         requests_max_by=source,
+        gains=refresh.gains_when_empty(turn, replica),
     )
 
 
@@ -93,28 +105,34 @@ def propose(turn: Turn) -> Repack | None:
 def apply(turn: Turn, decision: Repack) -> None:
     """Tell the sources to stop. Transfers that no longer fit (the decision was held for long) are void."""
     turn.state.repack.planned = []
+    releasing: dict[WorkerId, Replica] = {}
     for transfer in decision.transfers:
         source = turn.state.replicas.get(transfer.source)
         destination = turn.state.replicas.get(transfer.destination)
-        if source and destination and not turn.state.stopping and _fits(turn, source, destination):
-            _release(turn, source, destination, transfer)
+        if not (source and destination) or turn.state.stopping:
+            continue
+        if _fits(turn, source, destination, begun=source.id in releasing) and _release(
+            turn, source, destination, transfer
+        ):
+            releasing[source.id] = source
+    turn.state.repack.num_released += sum(len(r.leaving) == r.num_generating for r in releasing.values())
 
 
-def _fits(turn: Turn, source: Replica, destination: Replica) -> bool:
-    both = _takes_part(turn, source) and _takes_part(turn, destination)
+def _fits(turn: Turn, source: Replica, destination: Replica, *, begun: bool) -> bool:
+    """`begun`: an earlier transfer of the same decision has taken a part of the source."""
+    both = _is_settled(turn, source) and (begun or not source.leaving) and _takes_part(turn, destination)
     return both and source.id != destination.id and source.version == destination.version and not source.incoming
 
 
-def _release(turn: Turn, source: Replica, destination: Replica, transfer: Transfer) -> None:
+def _release(turn: Turn, source: Replica, destination: Replica, transfer: Transfer) -> bool:
     here = dict.fromkeys(generating(turn, source))
-    chosen = [t for t in transfer.trajectories if t in here]
+    chosen = [t for t in transfer.trajectories if t in here and t not in source.leaving]
     if not chosen:
-        return
+        return False
     for trajectory_id in chosen:
         groups.pin(turn, turn.state.trajectories[trajectory_id], destination, source.kv_tokens // len(here))
         source.leaving[trajectory_id] = None
     source.admit_left = 0
-    turn.state.repack.num_released += len(chosen) == len(here)
     attempts = [source.attempts[t] for t in chosen]
     turn.emit(AbortAttempts(cause=turn.cause, worker=source.id, trajectories=chosen, attempts=attempts))
     turn.tell(
@@ -123,3 +141,4 @@ def _release(turn: Turn, source: Replica, destination: Replica, transfer: Transf
         story.worker(destination.id),
         *(story.trajectory(t) for t in chosen),
     )
+    return True

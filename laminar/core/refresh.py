@@ -21,6 +21,13 @@ def may_admit(turn: Turn, replica: Replica) -> bool:
     return _holds_newest(turn, replica) or replica.id not in turn.state.superseded
 
 
+def gains_when_empty(turn: Turn, replica: Replica) -> bool:
+    """Whether the replica could pull something newer, or begin a local batch, were it not for what it generates."""
+    if turn.settings.refresh_policy == "batch":
+        return replica.admit_left <= 0
+    return replica.id in turn.state.superseded
+
+
 def admit(turn: Turn, replica: Replica) -> None:
     """Take note of a group that is about to begin."""
     if _begins_local_batch(turn, replica):

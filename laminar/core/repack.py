@@ -32,13 +32,17 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """B, the largest decode batch that is still memory-bound."""
     requests_max_by: str = "as configured"
     """Where B is from, for the explanation."""
+    gains: bool = True
+    """Whether it could begin something once it is empty; only `laminar.core.spread` asks."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """All generating trajectories of `source` go to `destination`."""
+    """Generating trajectories of `source` go to `destination`."""
 
     source: WorkerId
     destination: WorkerId
+    num_requests: int
+    """How many of them: all, unless the source is divided (`laminar.core.spread`)."""
     kv_after: int
     """Projected KV use of the destination, tokens."""
     requests_after: int
@@ -70,6 +74,12 @@ def refusal(load: Load) -> str:
 def plan(loads: list[Load]) -> Plan:
     """The moves of one check over all version groups, in the order of `loads` within ties."""
     reasons: dict[WorkerId, str] = {}
+    moves = [move for group in candidates(loads, reasons).values() for move in _plan_version(group, reasons)]
+    return Plan(moves=moves, reasons=reasons)
+
+
+def candidates(loads: list[Load], reasons: dict[WorkerId, str]) -> dict[Version, list[Load]]:
+    """S by version; `reasons` gets why each other replica is none."""
     by_version: dict[Version, list[Load]] = {}
     for load in loads:
         why_not = refusal(load)
@@ -77,21 +87,20 @@ def plan(loads: list[Load]) -> Plan:
             reasons[load.worker] = why_not
         else:
             by_version.setdefault(load.version, []).append(load)
-    moves = [move for candidates in by_version.values() for move in _plan_version(candidates, reasons)]
-    return Plan(moves=moves, reasons=reasons)
+    return by_version
 
 
-def _plan_version(candidates: list[Load], reasons: dict[WorkerId, str]) -> list[Move]:
-    kv = [load.kv_used for load in candidates]
-    requests = [load.num_requests for load in candidates]
-    shelves = _shelves(candidates)
-    shelf_of = [shelves[load.kv_max, load.requests_max] for load in candidates]
+def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]:
+    kv = [load.kv_used for load in group]
+    requests = [load.num_requests for load in group]
+    shelves = _shelves(group)
+    shelf_of = [shelves[load.kv_max, load.requests_max] for load in group]
     receiving: dict[int, None] = {}
     moves = []
-    for index in sorted(range(len(candidates)), key=kv.__getitem__):
+    for index in sorted(range(len(group)), key=kv.__getitem__):
         if index in receiving:
             continue
-        source = candidates[index]
+        source = group[index]
         best = max([shelf.fullest(source.kv_used, source.num_requests, index) for shelf in shelves.values()])
         if best < 0:
             reasons[source.worker] = "candidate, but no other replica of its version has room for all it generates"
@@ -101,27 +110,23 @@ def _plan_version(candidates: list[Load], reasons: dict[WorkerId, str]) -> list[
         shelf_of[into].take(into)
         kv[into] += source.kv_used
         requests[into] += source.num_requests
-        if (
-            kv[into] + source.kv_used <= candidates[into].kv_max
-        ):  # else it has no room for a later source, none is smaller
+        if kv[into] + source.kv_used <= group[into].kv_max:  # else it has no room for a later source, none is smaller
             shelf_of[into].put(into, kv[into], requests[into])
         receiving[into] = None
-        moves.append(_move(source, candidates[into], kv[into], requests[into]))
-        reasons[source.worker] = f"source: {source.num_requests} requests move to {candidates[into].worker}"
+        moves.append(_move(source, group[into], kv[into], requests[into]))
+        reasons[source.worker] = f"source: {source.num_requests} requests move to {group[into].worker}"
     for into in receiving:
-        reasons[candidates[into].worker] = (
-            f"destination: {kv[into]} KV tokens and {requests[into]} requests after the moves"
-        )
+        reasons[group[into].worker] = f"destination: {kv[into]} KV tokens and {requests[into]} requests after the moves"
     return moves
 
 
-def _shelves(candidates: list[Load]) -> dict[tuple[int, int], Shelf]:
+def _shelves(group: list[Load]) -> dict[tuple[int, int], Shelf]:
     """Every candidate as a destination, by its limits. Replicas of one kind share theirs, so these are few."""
     shelves: dict[tuple[int, int], Shelf] = {}
-    for index, load in enumerate(candidates):
+    for index, load in enumerate(group):
         limits = load.kv_max, load.requests_max
         if limits not in shelves:
-            shelves[limits] = Shelf(kv_max=load.kv_max, requests_max=load.requests_max, size=len(candidates))
+            shelves[limits] = Shelf(kv_max=load.kv_max, requests_max=load.requests_max, size=len(group))
         shelves[limits].put(index, load.kv_used, load.num_requests)
     return shelves
 
@@ -130,8 +135,16 @@ def _move(source: Load, destination: Load, kv_after: int, requests_after: int) -
     return Move(
         source=source.worker,
         destination=destination.worker,
+        num_requests=source.num_requests,
         kv_after=kv_after,
         requests_after=requests_after,
-        reason=f"left fullest: {kv_after} of {destination.kv_max} KV tokens, "
-        f"{requests_after} of B = {destination.requests_max} requests ({destination.requests_max_by})",
+        reason=destination_reason(destination, kv_after, requests_after),
+    )
+
+
+def destination_reason(destination: Load, kv_after: int, requests_after: int) -> str:
+    """Why a replica was chosen as a destination."""
+    return (
+        f"left fullest: {kv_after} of {destination.kv_max} KV tokens, "
+        f"{requests_after} of B = {destination.requests_max} requests ({destination.requests_max_by})"
     )

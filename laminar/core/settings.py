@@ -52,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between repack checks; one more follows every train step. 0 = no repacking."""
     repack_kv_share: float = 0.9
     """C_max as a share of a replica's KV capacity."""
+    repack_policy: Literal["whole", "parts"] = "whole"
+    """Where a source's trajectories go: all to one destination, as in the paper, or divided among several (`laminar.core.spread`)."""
     repack_requests_max: int = 0
     """B; 0 = by the roofline of the replica's GPU, or as many as it decodes at once where that is unknown."""
     restarts_max: int = 0

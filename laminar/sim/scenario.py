@@ -133,7 +133,7 @@ class Scenario:
             progress_timeout_s=max(self.progress_timeout_s, FLUSHES_PER_TIMEOUT * self.flush_s),
             stragglers="drop" if self.straggler_factor else "wait",
             straggler_factor=self.straggler_factor,
-            refresh_policy="continuous" if self.policy == "continuous" else "batch",
+            refresh_policy=self.policy,
             repack_interval_s=5.0 if self.repack else 0.0,
             relay_restarts_max=RELAY_RESTARTS_MAX,
         )

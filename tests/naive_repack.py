@@ -41,6 +41,7 @@ def _plan_version(candidates: list[Load], reasons: dict[WorkerId, str]) -> list[
             Move(
                 source=source.worker,
                 destination=best.worker,
+                num_requests=source.num_requests,
                 kv_after=kv[best.worker],
                 requests_after=requests[best.worker],
                 reason=f"left fullest: {kv[best.worker]} of {best.kv_max} KV tokens, "

@@ -18,6 +18,10 @@ def plan(loads: list[Load]) -> Plan:
     return Plan(moves=moves, reasons=reasons)
 
 
+NOT_REACHED = "candidate, but it comes after the last source that could be emptied"
+NO_USE = "candidate, but it has no use for being emptied"
+
+
 class _Ends:
     """The candidates of one version in order of KV use, taken from both ends."""
 
@@ -28,14 +32,15 @@ class _Ends:
         self._top = len(self._order) - 1
         """The present destination; those above it are full."""
         self._reasons = reasons
+        reasons.update({load.worker: NOT_REACHED if load.gains else NO_USE for load in self._order})
 
     def moves(self) -> list[Move]:
+        """From the emptiest source on, until one cannot be emptied."""
         moves: list[Move] = []
         for low, source in enumerate(self._order):
             if low >= self._top:
                 break
             if not source.gains:
-                self._reasons[source.worker] = "candidate, but it has no use for being emptied"
                 continue
             parts = self._parts(low)
             if not parts:

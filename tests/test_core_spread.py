@@ -167,7 +167,11 @@ def test_an_edited_decision_cannot_move_in_a_circle() -> None:
     (number,) = driver.core.state.held
     (transfer,) = driver.core.state.held[number].decision.transfers  # type: ignore[union-attr]
     there, back = transfer.source, transfer.destination
-    circle = [transfer, Transfer(source=there, destination=back, trajectories=transfer.trajectories), Transfer(source=back, destination=there, trajectories=driver.generating(back))]  # type: ignore[arg-type]  # fmt: skip
+    circle = [
+        transfer,
+        Transfer(source=there, destination=back, trajectories=transfer.trajectories),
+        Transfer(source=back, destination=there, trajectories=driver.generating(back)),  # type: ignore[arg-type]
+    ]
     out = driver.send(events.DecisionResolved(decision=number, verdict="apply", replacement=Repack(transfers=circle)))
     assert [abort.worker for abort in of(out, actions.AbortAttempts)] == [there]
 

@@ -5,6 +5,9 @@ from typing import Literal
 import msgspec
 
 
+RefreshPolicy = Literal["batch", "continuous", "rolling"]
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Constant during a run."""
 
@@ -42,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 = at the end and on a stop only."""
     evaluate: bool = True
     """Greedy accuracy on held-out prompts before and after."""
-    refresh_policy: Literal["batch", "continuous", "rolling"] = "batch"
+    refresh_policy: RefreshPolicy = "batch"
     """When a replica stops admitting: after a local batch, or only when newer weights exist (`laminar.core.refresh`)."""
     draining_share: float = 1.0
     """`continuous`: at most this share of the fleet drains at once."""
@@ -53,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     repack_kv_share: float = 0.9
     """C_max as a share of a replica's KV capacity."""
     repack_policy: Literal["whole", "parts"] = "whole"
-    """Where a source's trajectories go: all to one destination, as in the paper, or divided among several (`laminar.core.spread`)."""
+    """All of a source to one destination, as in the paper, or divided among several (`laminar.core.spread`)."""
     repack_requests_max: int = 0
     """B; 0 = by the roofline of the replica's GPU, or as many as it decodes at once where that is unknown."""
     restarts_max: int = 0

@@ -81,7 +81,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--median", type=_positive, help="median response tokens")
     add("--growth", type=float, help="relative growth of the median length per train step, for example 0.01")
-    add("--policy", choices=["batch", "continuous"], default="batch", help="refresh policy; default batch")
+    add("--policy", choices=["batch", "continuous", "rolling"], default="batch", help="refresh policy; default batch")
     add("--ablate", choices=["repack"], help="run with it and without it")
     add("--sampler", metavar="REF", help="custom sampler: file.py:Class or pkg.mod:Class")
     add("--faults", default="", metavar="NAME=RATE,…", help="; ".join((*faults.PER_HOUR, *faults.PER_CASE)))

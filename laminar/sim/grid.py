@@ -25,6 +25,7 @@ from laminar.roofline import HARDWARE
 from laminar.sim import baselines
 from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
+from laminar.sim.policies import POLICIES
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.workload import WORKLOADS
 
@@ -33,11 +34,17 @@ GC_THRESHOLD = (
     100_000  # objects; a run holds some hundred thousand that live long, and hardly makes cycles: 700 costs a seventh
 )
 GPUS = (64, 128, 256, 512, 1024)
-LAMINAR = ("laminar", "laminar-continuous")
+LAMINAR = {
+    "laminar": POLICIES["batch"],
+    "laminar-continuous": POLICIES["continuous"],
+    "laminar-parts": POLICIES["continuous, parts, ready"],
+}
+"""The paper's own policy, and ours."""
 SYSTEMS = (*LAMINAR, "sync", "one-step", "stream", "partial")
 PAPER_SPLITS = {
     ("laminar", "72B", 1024): (768, 256),
     ("laminar-continuous", "72B", 1024): (768, 256),
+    ("laminar-parts", "72B", 1024): (768, 256),
     ("one-step", "72B", 1024): (256, 768),
     ("stream", "72B", 1024): (256, 768),
     ("partial", "72B", 1024): (640, 384),
@@ -175,10 +182,9 @@ def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
         found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
         rate = {"throughput_tokens_per_s": found.pace.tokens_per_s}
         return name | rate | found.pace.report() | {"split": found.split}
-    policy = "continuous" if point.system == "laminar-continuous" else "batch"
     scenario = Scenario(
-        model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed, policy=policy
-    )
+        model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed
+    ).under(LAMINAR[point.system])
     row = simulate(scenario if split else optimized(scenario))[1] | name
     del row["queue"]["series"]  # of long runs
     return row

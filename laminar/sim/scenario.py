@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 
 from laminar.core.sampling import Sampler
-from laminar.core.settings import Settings
+from laminar.core.settings import RefreshPolicy, Settings
 from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
 from laminar.sim.cluster import MODELS, Cluster, Software
 from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
 from laminar.sim.measure import Measures
+from laminar.sim.policies import Policy
 from laminar.sim.workload import Workload
 from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, STALL_S, World
 
@@ -44,7 +45,7 @@ class Scenario:
     split: tuple[int, int] | None = None
     """(train, rollout) GPUs; None = the balanced one."""
     workload: Workload
-    policy: str = "batch"
+    policy: RefreshPolicy = "batch"
     repack: bool = True
     straggler_factor: float = 0.0
     """Groups go without siblings that take more than this times the median of those done; 0 = they wait for all."""
@@ -73,6 +74,10 @@ class Scenario:
     stall_s: float = STALL_S
     traced: bool = False
     check_every: int = CHECK_ALL_EVERY
+
+    def under(self, policy: Policy) -> "Scenario":
+        """The same under another scheduling policy."""
+        return replace(self, policy=policy.refresh, core=(*self.core, *policy.settings(self.batch_groups)))
 
     def cluster(self) -> Cluster:
         """The placement. Raises ConfigError if a side has no GPU, or the rollouts not one replica."""

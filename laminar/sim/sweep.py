@@ -87,6 +87,9 @@ def settings(random: Random, batch_groups: int, group_size: int) -> dict[str, An
         "checkpoint_every": random.choice([0, 1, 2, 3]),
         "publish_timeout_s": random.choice([5.0, 120.0]),
         "num_prompts": random.choice([1, 17_000]),
+        "repack_policy": random.choice(["whole", "parts"]),
+        "staleness_budget": random.choice([0.0, 0.5, 2.0]),
+        "ready_groups_max": random.choice([0, 0, batch_groups]),
     }
 
 
@@ -111,7 +114,7 @@ def scenario(seed: int) -> Scenario:
             name="sweep", median=median, tokens_max=2048, prompt_tokens=30, calls_max=random.choice([0, 0, 3]),
             call_tokens=8,
         ),
-        policy=random.choice(["batch", "continuous"]),
+        policy=random.choice(["batch", "continuous", "rolling"]),
         straggler_factor=random.choice([0.0, 0.0, 2.0]),
         faults=FaultPlan(
             rates=tuple(rates), restart_s=5.0, replace_s=15.0, partition_s=random.choice([25.0, 40.0]), full_s=20.0,

@@ -4,7 +4,6 @@ from typing import Literal
 
 import msgspec
 
-
 RefreshPolicy = Literal["batch", "continuous", "rolling"]
 
 

@@ -132,7 +132,8 @@ def test_two_processes_make_the_same_rows_as_one(tmp_path, capsys):
     assert not multiprocessing.active_children()
 
 
-def test_an_interrupted_grid_leaves_whole_lines_and_no_processes(tmp_path):
+@pytest.mark.parametrize("stop", [lambda pid: os.killpg(pid, signal.SIGINT), lambda pid: os.kill(pid, signal.SIGTERM)])
+def test_a_stopped_grid_leaves_whole_lines_and_no_processes(tmp_path, stop):
     command = [
         sys.executable,
         "-m",
@@ -150,7 +151,7 @@ def test_an_interrupted_grid_leaves_whole_lines_and_no_processes(tmp_path):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("[1/14"), "a first point is done, others are on the way"
-        os.killpg(process.pid, signal.SIGINT)
+        stop(process.pid)
         process.communicate(timeout=100)  # ends when nobody holds its stderr: no child is left
     assert process.returncode == 130
     rows = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]

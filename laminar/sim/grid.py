@@ -123,6 +123,9 @@ def _measured(
         return
     context = multiprocessing.get_context("spawn")  # forked children would share locks in whatever state they are
     with ProcessPoolExecutor(min(jobs, len(missing)), context, _begin_process) as pool:
+        terminated = signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # as Ctrl-C: no child outlives this process
         try:
             futures = {pool.submit(measure, point): point for point in missing}
             for future in as_completed(futures):
@@ -131,6 +134,8 @@ def _measured(
             for child in multiprocessing.active_children():
                 child.terminate()  # a point can take minutes, and an unfinished one is worth nothing
             raise
+        finally:
+            signal.signal(signal.SIGTERM, terminated)
 
 
 def _begin_process() -> None:

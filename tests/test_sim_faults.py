@@ -399,7 +399,8 @@ def test_the_sweep_draws_all_settings_with_which_a_run_could_get_stuck():
     drawn = [dict(sweep.scenario(seed).core) for seed in range(300)]
     for name, values in {
         "max_staleness": {None, 0, 1, 2, 5}, "on_stale": {"drop", "wait"}, "on_incomplete": {"drop", "train"},
-        "group_versions": {"regenerate", "mixed"}, "repack_policy": {"whole", "parts"}, "num_retries": {0, 1, 3}, "checkpoint_every": {0, 1, 2, 3},
+        "group_versions": {"regenerate", "mixed"}, "repack_policy": {"whole", "parts"},
+        "num_retries": {0, 1, 3}, "checkpoint_every": {0, 1, 2, 3},
     }.items():  # fmt: skip
         assert {chosen[name] for chosen in drawn} == values
     tight = [s for s in map(sweep.scenario, range(300)) if dict(s.core)["buffer_groups_max"] == s.batch_groups]

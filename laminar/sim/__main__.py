@@ -12,7 +12,7 @@ from typing import Any
 from laminar.errors import ConfigError, LaminarError
 from laminar.plugins import load_object
 from laminar.roofline import HARDWARE
-from laminar.sim import faults, grid, plots, workload
+from laminar.sim import faults, grid, pareto, plots, workload
 from laminar.sim.cluster import MODELS
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.world import SimulationError
@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     gc.set_threshold(grid.GC_THRESHOLD)
     try:
-        return _grid(options) if options.preset == "paper" else _runs(options)
+        several = {"paper": _grid, "policies": _policies}
+        return several.get(options.preset, _runs)(options)
     except SimulationError as error:
         print(f"error: {error}\nreplay: python -m laminar.sim {' '.join(arguments or sys.argv[1:])}", file=sys.stderr)
         return 1
@@ -65,7 +66,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--preset", choices=["paper", *PRESETS], help="paper: the grid of its evaluation beside its figures")
+    add("--preset", choices=["paper", "policies", *PRESETS], help="paper: its grid; policies: all of ours compared")
     add("--model", choices=list(MODELS), help="default 32B")
     add("--hardware", choices=list(HARDWARE), default="H800", help="default H800")
     add("--gpus", type=_positive, help="in all; default 128")
@@ -222,6 +223,21 @@ def _grid(options: argparse.Namespace) -> int:
         if chosen["model"] in models and chosen["gpus"] in gpus and not (options.out / f"{name}.json").exists():
             _representative(options, name)
     print(json.dumps(rows, indent=2) if options.json else grid.table(rows))
+    return 0
+
+
+def _policies(options: argparse.Namespace) -> int:
+    options.out = options.out or Path("sim-policies")
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = pareto.points(options.model, options.gpus)
+    if not wanted:
+        raise ConfigError(
+            f"--preset policies has the points {pareto.named()}; leave --model and --gpus away, or name one"
+        )
+    rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed, options.jobs)
+    _write(options, rows)
+    pareto.figure(rows, options.out / "pareto")
+    print(json.dumps(rows, indent=2) if options.json else pareto.table(rows))
     return 0
 
 

@@ -25,7 +25,7 @@ from laminar.roofline import HARDWARE
 from laminar.sim import baselines
 from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
-from laminar.sim.policies import POLICIES
+from laminar.sim.policies import POLICIES, Policy
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.workload import WORKLOADS
 
@@ -66,6 +66,8 @@ class Point:
     model: str
     gpus: int
     workload: str
+    split: tuple[int, int] | None = None
+    """(train, rollout) GPUs; None = the paper's, or the best one found."""
 
     @property
     def key(self) -> str:
@@ -75,7 +77,12 @@ class Point:
     @property
     def cost(self) -> float:
         """Roughly proportional to the time it takes, for the time left: GPUs count, and whether the system runs the core."""
-        return self.gpus * (1.0 if self.system.startswith("laminar") else 0.4 if self.system == "partial" else 0.05)
+        return self.gpus * (1.0 if self.policy else 0.4 if self.system == "partial" else 0.05)
+
+    @property
+    def policy(self) -> Policy | None:
+        """What Laminar's scheduler does there; None = the system is another."""
+        return LAMINAR.get(self.system) or POLICIES.get(self.system)
 
 
 def points(models: Iterable[str], gpus: Iterable[int], workloads: Iterable[str]) -> list[Point]:
@@ -182,14 +189,14 @@ def _read(path: Path, mark: str) -> list[dict[str, Any]]:
 def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
     workload = WORKLOADS[point.workload]
     name = {"system": point.system, "model": point.model, "gpus": point.gpus, "workload": point.workload}
-    split = PAPER_SPLITS.get((point.system, point.model, point.gpus))
-    if not point.system.startswith("laminar"):
+    split = point.split or PAPER_SPLITS.get((point.system, point.model, point.gpus))
+    if point.policy is None:
         found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
         rate = {"throughput_tokens_per_s": found.pace.tokens_per_s}
         return name | rate | found.pace.report() | {"split": found.split}
     scenario = Scenario(
         model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed
-    ).under(LAMINAR[point.system])
+    ).under(point.policy)
     row = simulate(scenario if split else optimized(scenario))[1] | name
     del row["queue"]["series"]  # of long runs
     return row

@@ -12,36 +12,36 @@ LANES_MAX = 64  # more replicas than lines that an eye can tell apart
 DPI = 120
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
         raise ConfigError("figures need matplotlib: install laminar-rl[sim], or leave --out away") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as module
 
-    return pyplot
+    return module
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
+def save(figure: Any, path: Path) -> list[Path]:
     """Both formats; without dates, so that the same run gives the same bytes."""
     paths = [path.with_suffix(".png"), path.with_suffix(".svg")]
     figure.savefig(paths[0], dpi=DPI)
     figure.savefig(paths[1], metadata={"Date": None})
-    _pyplot().close(figure)
+    pyplot().close(figure)
     return paths
 
 
 def run_figure(measures: Measures, title: str, path: Path) -> list[Path]:
     """KV use and buffer over time, the three staleness histograms, and the version that each replica holds when."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
     figure.suptitle(title)
     _timeline(axes[0][0], measures)
     _staleness(axes[0][1], measures)
     _latencies(axes[1][0], measures)
     _lanes(axes[1][1], measures)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 QUEUE_PANELS = (
@@ -54,8 +54,8 @@ QUEUE_PANELS = (
 
 def queue_figure(queue: dict[str, Any], title: str, path: Path) -> list[Path]:
     """The buffer over a long run: depth and groups in flight, residence, staleness, and how long the trainer waits."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(len(QUEUE_PANELS), 1, figsize=(9, 10), layout="constrained", sharex=True)
+    plt = pyplot()
+    figure, axes = plt.subplots(len(QUEUE_PANELS), 1, figsize=(9, 10), layout="constrained", sharex=True)
     figure.suptitle(title)
     steps = [row["step"] for row in queue["series"]]
     for panel, (label, lines) in zip(axes, QUEUE_PANELS, strict=True):
@@ -68,7 +68,7 @@ def queue_figure(queue: dict[str, Any], title: str, path: Path) -> list[Path]:
         panel.legend(loc="upper left", fontsize=8, ncols=2, frameon=False)
     axes[-1].set_xlabel("train step")
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _timeline(axes: Any, measures: Measures) -> None:
@@ -105,7 +105,7 @@ def _latencies(axes: Any, measures: Measures) -> None:
 
 def _lanes(axes: Any, measures: Measures) -> None:
     end = max((at for at, _ in measures.kv_use), default=0.0)
-    colors = _pyplot().get_cmap("tab20").colors
+    colors = pyplot().get_cmap("tab20").colors
     for row, name in enumerate(list(measures.lanes)[:LANES_MAX]):
         held = [*measures.lanes[name], (end, -1)]
         for (begin, version), (until, _) in pairwise(held):
@@ -116,10 +116,10 @@ def _lanes(axes: Any, measures: Measures) -> None:
 
 def grid_figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:
     """Throughput over GPUs, one panel per model and workload, one line per system."""
-    pyplot = _pyplot()
+    plt = pyplot()
     models = list(dict.fromkeys(row["model"] for row in rows))
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         len(workloads),
         len(models),
         figsize=(4.5 * len(models), 3.6 * len(workloads)),
@@ -138,15 +138,15 @@ def grid_figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:
             panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.minorticks_off()
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def speedup_figure(rows: list[dict[str, Any]], paper: dict[str, float], path: Path) -> list[Path]:
     """Throughput of `laminar` over each baseline's, a bar per point; a line where the paper's mean is (math only)."""
-    pyplot = _pyplot()
+    plt = pyplot()
     rates = {(r["workload"], r["model"], r["gpus"], r["system"]): r["throughput_tokens_per_s"] for r in rows}
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         len(paper), len(workloads), figsize=(7 * len(workloads), 2.4 * len(paper)), layout="constrained", squeeze=False
     )
     for line, (system, mean) in enumerate(paper.items()):
@@ -166,4 +166,4 @@ def speedup_figure(rows: list[dict[str, Any]], paper: dict[str, float], path: Pa
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     for panel in axes[-1]:
         panel.set_xlabel("model, GPUs")
-    return _save(figure, path)
+    return save(figure, path)

@@ -10,6 +10,7 @@
 | host_lost | an hour | all replicas of a host and its relay stop; only silence tells; a new host takes the names |
 | partition | an hour | a replica is cut off for longer than the grace; it goes on, returns, is fenced off and starts again |
 | short_partition | an hour | a channel breaks and comes back within the grace |
+| replica_drained | an hour | no fault: an operator takes a replica out; later another joins under a new name |
 | trainer_crash | an hour | a trainer rank dies; a new launch goes on from the newest checkpoint |
 | storage_full | an hour | nothing can be written for some minutes |
 | controller_crash | an hour | the core is replaced by one restored from its snapshot |
@@ -42,7 +43,7 @@ from laminar.sim.world import SimulationError, World
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's
 PER_HOUR = (
     "engine_crash", "engine_hang", "engine_slow", "host_lost", "partition", "short_partition", "controller_crash",
-    "trainer_crash", "storage_full", *RELAY_FAULTS,
+    "replica_drained", "trainer_crash", "storage_full", *RELAY_FAULTS,
 )  # fmt: skip
 SLOW_FACTOR = 10.0
 PER_CASE = (
@@ -150,6 +151,7 @@ class Injector:
             "partition": lambda w: self._cut(w, self.plan.partition_s),
             "short_partition": lambda w: self._cut(w, self.plan.short_partition_s),
             "controller_crash": lambda w: self._controller_crash(),
+            "replica_drained": self._drain,
         }
         engines = self.world.rollouts.engines.items()
         candidates = [w for w, engine in engines if engine.connected and not engine.replica.hung]
@@ -162,6 +164,19 @@ class Injector:
             actions[name](worker)
 
     # ---- the kinds ---------------------------------------------------------------------------------------------
+
+    def _drain(self, worker: WorkerId) -> None:
+        """It leaves when it has finished what it has; a new one joins whether or not it has left by then."""
+        rollouts = self.world.rollouts
+        self.world.send(events.DrainRequested(worker=worker))
+
+        def join() -> None:
+            if not self.world.core.state.finished:
+                known = [*rollouts.engines, *(w for w in self.world.core.state.fenced if w.startswith("rollout-"))]
+                number = 1 + max(int(name.rpartition("-")[2]) for name in known)
+                rollouts.join(WorkerId(f"rollout-{number}"), 1)
+
+        self.world.after(self.plan.replace_s, join)
 
     def _engine_crash(self, worker: WorkerId) -> None:
         engine = self.world.rollouts.kill(worker)

@@ -1,7 +1,7 @@
 """All policies at some points of the grid: what throughput each gives, and how stale the data is that it trains on.
 
-A policy is *efficient* at a point if no other there is both faster and fresher (throughput, mean s_train). Placements are fixed, the
-same for all, so that only the policy differs.
+A policy is *efficient* at a point if no other there is both faster and fresher (throughput, mean s_train). Placements are fixed,
+the same for all, so that only the policy differs.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from laminar.sim.policies import POLICIES
 
 POINTS = {
     ("7B", 64): (32, 32),
-    ("32B", 64): (32, 32),
     ("32B", 128): (64, 64),
     ("32B", 256): (128, 128),
-    ("72B", 256): (128, 128),
     ("72B", 1024): (768, 256),
 }
 """(model, GPUs) -> (train, rollout)."""
 BASE = "batch"
 """The paper's policy: what the others are compared with."""
-HEAD = f"{'':34}{'tokens/s':>9}{'gain':>7}{'KV use':>8}{'s_gen':>10}{'s_train':>10}{'fresh gain':>12}{'break-even':>12}{'longest':>9}"
+COLUMNS = (("tokens/s", 9), ("gain", 7), ("KV use", 8), ("s_gen", 10), ("s_train", 10), ("fresh gain", 12), ("break-even", 12),
+           ("longest", 9))  # fmt: skip
+HEAD = " " * 34 + "".join(f"{name:>{width}}" for name, width in COLUMNS)
 
 
 def named() -> str:

@@ -31,10 +31,8 @@ POLICIES: Mapping[str, Policy] = {
     "batch": Policy(refresh="batch"),
     "batch, no repack": Policy(refresh="batch", core={"repack_interval_s": 0.0}),
     "batch, parts": Policy(refresh="batch", core=PARTS),
-    "continuous, no repack": Policy(refresh="continuous", core={"repack_interval_s": 0.0}),
     "continuous": Policy(refresh="continuous"),
     "continuous, half": Policy(refresh="continuous", core={"draining_share": 0.5}),
-    "continuous, quarter": Policy(refresh="continuous", core={"draining_share": 0.25}),
     "continuous, parts": Policy(refresh="continuous", core=PARTS),
     "continuous, parts, ready": Policy(refresh="continuous", core=PARTS, ready_batches=1.0),
     "continuous, half, parts, ready": Policy(
@@ -42,7 +40,6 @@ POLICIES: Mapping[str, Policy] = {
     ),
     "rolling 0.5, parts, ready": Policy(refresh="rolling", core={"staleness_budget": 0.5, **PARTS}, ready_batches=1.0),
     "rolling 1.0, parts, ready": Policy(refresh="rolling", core={"staleness_budget": 1.0, **PARTS}, ready_batches=1.0),
-    "batch, drop beyond 2": Policy(refresh="batch", core={"max_staleness": 2, "on_stale": "drop"}),
     "batch, wait within 2": Policy(refresh="batch", core={"max_staleness": 2, "on_stale": "wait"}),
     "continuous, parts, wait within 2": Policy(
         refresh="continuous", core={"max_staleness": 2, "on_stale": "wait", **PARTS}

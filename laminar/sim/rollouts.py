@@ -387,13 +387,13 @@ class Rollouts:
             self.stored.pop(trajectory, None)
             self._versions.pop(trajectory, None)
 
-    def stop(self, worker: WorkerId, incarnation: int) -> None:
-        """The core has given it up; the launcher starts another in its place."""
+    def stop(self, worker: WorkerId, incarnation: int, lost: bool) -> None:
+        """It is to end. If the core has given it up, the launcher starts another in its place."""
         engine = self.engines.get(worker)
         if engine is not None and engine.incarnation == incarnation:
             self.kill(worker)
             if engine.hung_at:
                 self.world.measures.detections_s.append(self.world.now - engine.hung_at)
             engine.given_up = not engine.connected
-            if engine.connected and not self.world.core.state.finished:
+            if lost and engine.connected and not self.world.core.state.finished:
                 self.rejoin(worker, incarnation, self.restart_s)

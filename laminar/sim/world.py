@@ -179,7 +179,7 @@ class World:
 
     def _on_stop_worker(self, action: actions.StopWorker) -> None:
         self.relays.stop(action.worker, action.incarnation)
-        self.rollouts.stop(action.worker, action.incarnation)
+        self.rollouts.stop(action.worker, action.incarnation, action.lost)
 
     def _on_raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self.measures.faults[f"alarm:{action.name}"] += 1

@@ -150,12 +150,12 @@ def test_a_stopped_grid_leaves_whole_lines_and_no_processes(tmp_path, stop):
     command += ["--out", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("[1/14"), "a first point is done, others are on the way"
+        assert process.stderr.readline().startswith("[1/16"), "a first point is done, others are on the way"
         stop(process.pid)
         process.communicate(timeout=100)  # ends when nobody holds its stderr: no child is left
     assert process.returncode == 130
     rows = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
-    assert 1 <= len(rows) < 14
+    assert 1 <= len(rows) < 16
 
 
 def test_the_grids_figures_and_rows_are_written(tmp_path, capsys):

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -26,7 +26,7 @@ from laminar.sim import baselines
 from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.policies import POLICIES, Policy
-from laminar.sim.scenario import Scenario, optimized, simulate
+from laminar.sim.scenario import Scenario, searched, simulate
 from laminar.sim.workload import WORKLOADS
 
 ROW_FORMAT = 2  # of a line; raised when rows gain fields that the table or the figures need
@@ -43,13 +43,14 @@ LAMINAR = {
 SYSTEMS = (*LAMINAR, "sync", "one-step", "stream", "partial")
 PAPER_SPLITS = {
     ("laminar", "72B", 1024): (768, 256),
-    ("laminar-continuous", "72B", 1024): (768, 256),
-    ("laminar-parts", "72B", 1024): (768, 256),
     ("one-step", "72B", 1024): (256, 768),
     ("stream", "72B", 1024): (256, 768),
     ("partial", "72B", 1024): (640, 384),
 }
-"""Placements (train, rollout) that the paper states; elsewhere each system gets the best of a few."""
+"""Placements (train, rollout) that the paper states; elsewhere each system gets the best of a few. Laminar's policies share the one
+that is best with the paper's."""
+PLACEMENT = "placement"
+"""The system whose row is the search for Laminar's placement."""
 PAPER_SPEEDUPS = {"sync": 2.56, "one-step": 1.98, "stream": 1.93, "partial": 1.39}
 """Mean over the grid, math workload."""
 PAPER_TOOL = 2.62
@@ -77,12 +78,20 @@ class Point:
     @property
     def cost(self) -> float:
         """Roughly proportional to the time it takes, for the time left: GPUs count, and whether the system runs the core."""
-        return self.gpus * (1.0 if self.policy else 0.4 if self.system == "partial" else 0.05)
+        if self.policy or self.system == PLACEMENT:
+            return float(self.gpus)
+        return self.gpus * (0.4 if self.system == "partial" else 0.05)
 
     @property
     def policy(self) -> Policy | None:
         """What Laminar's scheduler does there; None = the system is another."""
         return LAMINAR.get(self.system) or POLICIES.get(self.system)
+
+    @property
+    def search(self) -> "Point | None":
+        """What must be run before, to know the placement; None = nothing."""
+        is_known = self.split or ("laminar", self.model, self.gpus) in PAPER_SPLITS
+        return None if is_known or self.policy is None else replace(self, system=PLACEMENT)
 
 
 def points(models: Iterable[str], gpus: Iterable[int], workloads: Iterable[str]) -> list[Point]:
@@ -110,14 +119,27 @@ def run(wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1
     mark = fingerprint(hardware, seed)
     rows = {row["key"]: row for row in _read(path, mark)}
     missing = [point for point in wanted if point.key not in rows]
-    progress = _Progress(missing)
-    with contextlib.closing(_measured(missing, hardware, seed, jobs)) as measured:
-        for point, row in measured:
-            rows[point.key] = row | {"key": point.key, "fingerprint": mark}
-            with path.open("a") as file:
-                file.write(json.dumps(rows[point.key]) + "\n")
-            progress.show(point, row)
+    searches = [point.search for point in missing if point.search and point.search.key not in rows]
+    others, own = [p for p in missing if p.policy is None], [p for p in missing if p.policy]
+    stages = [[*others, *dict.fromkeys(searches)], own]
+    progress = _Progress([point for stage in stages for point in stage])
+    for stage in stages:
+        placed = [_placed(point, rows) for point in stage]
+        with contextlib.closing(_measured(placed, hardware, seed, jobs)) as measured:
+            for point, row in measured:
+                rows[point.key] = row | {"key": point.key, "fingerprint": mark}
+                with path.open("a") as file:
+                    file.write(json.dumps(rows[point.key]) + "\n")
+                progress.show(point, row)
     return [rows[point.key] for point in wanted]
+
+
+def _placed(point: Point, rows: dict[str, dict[str, Any]]) -> Point:
+    """The point with the placement that was found for it, if one was searched."""
+    if point.search is None:
+        return point
+    train, rollout = rows[point.search.key]["split"].split("/")
+    return replace(point, split=(int(train), int(rollout)))
 
 
 def _measured(
@@ -189,15 +211,18 @@ def _read(path: Path, mark: str) -> list[dict[str, Any]]:
 def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
     workload = WORKLOADS[point.workload]
     name = {"system": point.system, "model": point.model, "gpus": point.gpus, "workload": point.workload}
-    split = point.split or PAPER_SPLITS.get((point.system, point.model, point.gpus))
-    if point.policy is None:
+    system = "laminar" if point.policy else point.system
+    split = point.split or PAPER_SPLITS.get((system, point.model, point.gpus))
+    if point.policy is None and point.system != PLACEMENT:
         found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
         rate = {"throughput_tokens_per_s": found.pace.tokens_per_s}
         return name | rate | found.pace.report() | {"split": found.split}
     scenario = Scenario(
         model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed
-    ).under(point.policy)
-    row = simulate(scenario if split else optimized(scenario))[1] | name
+    )
+    if point.policy is None:
+        return name | searched(scenario)
+    row = simulate(scenario.under(point.policy))[1] | name
     del row["queue"]["series"]  # of long runs
     return row
 

@@ -175,6 +175,12 @@ def simulate(scenario: Scenario, events_max: int = EVENTS_MAX) -> tuple[World, d
 
 def optimized(scenario: Scenario) -> Scenario:
     """The scenario at the best of a few placements, by short runs. Raises ConfigError if none is possible."""
+    train, rollout = searched(scenario)["split"].split("/")
+    return replace(scenario, split=(int(train), int(rollout)))
+
+
+def searched(scenario: Scenario) -> dict[str, Any]:
+    """The best placement of a few, and its throughput in a short run. Raises ConfigError if none is possible."""
     parallel, best = MODELS[scenario.model].tensor_parallel, (0.0, (0, 0))
     rollouts = [scenario.gpus * part // SPLIT_PARTS // parallel * parallel for part in SEARCHED_PARTS]
     splits = [(scenario.gpus - rollout, rollout) for rollout in rollouts if 0 < rollout < scenario.gpus]
@@ -184,7 +190,7 @@ def optimized(scenario: Scenario) -> Scenario:
         short = replace(scenario, split=split, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
         if 1.0 / short.cluster().train_s(1) > best[0]:  # else its trainer alone is slower than the best run
             best = max(best, (simulate(short)[1]["throughput_tokens_per_s"], split))
-    return replace(scenario, split=best[1])
+    return {"split": f"{best[1][0]}/{best[1][1]}", "throughput_tokens_per_s": best[0]}
 
 
 def summary(scenario: Scenario, world: World) -> dict[str, Any]:

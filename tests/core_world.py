@@ -397,7 +397,7 @@ class World(Driver):
 
     def _on_StartGroup(self, action: actions.StartGroup) -> None:
         replica = self.core.state.replicas[action.worker]
-        assert health.takes_work(self.core.state, replica), f"{action.worker} is given work although it is not healthy"
+        assert health.is_healthy(self.core.state, replica), f"{action.worker} is given work although it is not healthy"
         for start in action.starts:
             assert start.attempt > self.started.get(start.trajectory, 0), "an attempt was handed out twice"
             self.started[start.trajectory] = start.attempt

@@ -111,5 +111,5 @@ def sweep(turn: Turn) -> bool:
     for group in old:
         groups.drop_group(turn, group, "stale")
     if old:
-        turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+        turn.look_again()
     return bool(old)

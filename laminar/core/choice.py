@@ -2,8 +2,8 @@
 
 from laminar.core import bounds, versions
 from laminar.core.actions import AskSampler, RaiseAlarm
+from laminar.core.dispatch import gate_is_open, num_outstanding
 from laminar.core.events import SamplerAnswered
-from laminar.core.fleet import gate_is_open, num_outstanding
 from laminar.core.records import Group, SamplerRequest, State
 from laminar.core.sampling import BufferView, GroupView, problem
 from laminar.core.training import can_take_batch

@@ -10,6 +10,7 @@ from typing import Any
 from laminar.core import (
     bounds,
     choice,
+    dispatch,
     evaluation,
     events,
     failover,
@@ -80,6 +81,8 @@ class Core:
     def next_deadline(self) -> float | None:
         """Run time at which `TimerFired` is due, seconds; None = no timer."""
         state = self.state
+        if state.finished:
+            return None
         deadlines = [*state.pulls.values(), *state.silent.values()]
         for record in state.versions[-1:]:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
@@ -143,8 +146,10 @@ def _on_returned(turn: Turn, event: events.WorkerReturned) -> None:
 
 def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
     known = _incarnation(turn.state, event.worker)
-    if turn.state.finished or (known < 0 and recovery.is_waiting(turn, training.launch_of(event.worker))):
+    if turn.state.finished or 0 < event.incarnation <= turn.state.fenced.get(event.worker, 0):
         return  # they were told to stop
+    if known < 0 and recovery.is_waiting(turn, training.launch_of(event.worker)):
+        return
     if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
     elif known < 0 and (role := recovery.role_starting(turn, training.launch_of(event.worker))):
@@ -167,12 +172,12 @@ def _lose(turn: Turn, worker: Any, reason: str) -> None:
 
 def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Role) -> None:
     """It was started again and ended before it joined."""
-    if role == "trainer":
-        training.lose(turn, worker, reason)
-        return
-    recovery.plan(turn, worker, reason, role)
-    none_is_left = fleet.fail_if_none_is_left if role == "rollout" else relays.fail_if_none_is_left
-    none_is_left(turn, worker, reason)
+    lose: dict[recovery.Role, Callable[[Turn, WorkerId, str], None]] = {
+        "rollout": fleet.lose_starting,
+        "trainer": training.lose,
+        "relay": relays.lose_starting,
+    }
+    lose[role](turn, worker, reason)
 
 
 def _on_report(turn: Turn, event: events.ReplicaReported) -> None:
@@ -182,13 +187,15 @@ def _on_report(turn: Turn, event: events.ReplicaReported) -> None:
 
 def _on_timer(turn: Turn, event: events.TimerFired) -> None:
     state = turn.state
+    if state.finished:
+        return
     for worker in [worker for worker, deadline in state.silent.items() if deadline <= turn.at]:
         _lose(turn, worker, "its channel broke and did not come back")
     for replica in [state.replicas[worker] for worker, deadline in state.pulls.items() if deadline <= turn.at]:
         fleet.lose(turn, replica, f"its pull of {replica.target} did not end")
     for record in [r for r in state.versions[-1:] if r.awaited_until and r.awaited_until <= turn.at]:
         record.awaited_until = 0.0
-        state.dirty.update(dict.fromkeys(state.replicas))
+        turn.look_again()
     for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
         versions.lose(turn, record.version, "no word from the relay in time")
     for replica, reason in health.check(turn):
@@ -209,7 +216,7 @@ def _on_hold(turn: Turn, event: events.HoldChanged) -> None:
     else:
         state.holds.pop(event.pass_name, None)
         state.held = {k: held for k, held in state.held.items() if held.pass_name != event.pass_name}
-    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.look_again()
 
 
 def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
@@ -217,7 +224,7 @@ def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
     held = state.held.pop(event.decision, None)
     if held is None:
         return
-    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.look_again()
     decision = event.replacement or held.decision
     if event.verdict == "apply":
         if isinstance(decision, _KINDS[held.pass_name]) and not state.finished:
@@ -233,7 +240,7 @@ def _run_pass(turn: Turn, name: str) -> bool:
     state, progressed = turn.state, False
     if name in state.skipped or any(held.pass_name == name for held in state.held.values()):
         return False
-    turn.candidates = None
+    turn.begin_pass()
     for _ in range(DECISIONS_MAX):
         decision = propose(turn)
         if decision is None:
@@ -274,7 +281,7 @@ def _settle(turn: Turn) -> None:
 _PASSES: dict[str, tuple[Callable[[Turn], AnyDecision | None], Callable[[Turn, Any], None]]] = {
     "refresh": (fleet.propose_refresh, fleet.apply_refresh),
     "repack": (moves.propose, moves.apply),
-    "dispatch": (fleet.propose_dispatch, fleet.apply_dispatch),
+    "dispatch": (dispatch.propose, dispatch.apply),
     "sample": (training.propose_batch, training.apply_batch),
 }
 

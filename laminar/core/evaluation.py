@@ -3,7 +3,7 @@
 from laminar.core import fleet, health, versions
 from laminar.core.actions import RunEvaluation
 from laminar.core.events import EvaluationFailed, EvaluationFinished
-from laminar.core.records import Evaluation, ReplicaState
+from laminar.core.records import Evaluation
 from laminar.core.turn import Turn
 
 FAILURES_MAX = 3  # an evaluation that failed three times must not hold up the end of the run
@@ -38,10 +38,7 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
     able = [
         replica
         for replica in state.replicas.values()
-        if replica.state == ReplicaState.GENERATING
-        and replica.version == evaluation.version
-        and health.takes_work(state, replica)
-        and not replica.draining
+        if replica.version == evaluation.version and health.takes_work(state, replica) and not replica.draining
     ]
     if not able:
         if not fleet.may_come_back(state, evaluation.version):

@@ -30,12 +30,18 @@ def plan(turn: Turn) -> None:
     needed = _needed(turn)
     for worker, failover in list(state.failovers.items()):
         if not _is_needed(turn, state.replicas[worker], failover, needed):
-            del state.failovers[worker]
-            state.dirty[worker] = None
+            end(turn, state.replicas[worker])
     served = dict.fromkeys(failover.version for failover in state.failovers.values())
     for version in needed:
         if version not in served:
             _choose(turn, version)
+
+
+def end(turn: Turn, replica: Replica) -> None:
+    """The replica serves no old version any more, nor is it to."""
+    del turn.state.failovers[replica.id]
+    turn.state.dirty[replica.id] = None
+    turn.state.review_due = True
 
 
 def _needed(turn: Turn) -> dict[Version, None]:
@@ -54,6 +60,8 @@ def _needed(turn: Turn) -> dict[Version, None]:
 
 def _is_needed(turn: Turn, replica: Replica, failover: Failover, needed: dict[Version, None]) -> bool:
     state = turn.state
+    if replica.suspect or replica.quarantined:
+        return False  # it has to pull the newest version first
     if replica.target == failover.version:
         return True
     if replica.version == failover.version:
@@ -68,6 +76,7 @@ def _choose(turn: Turn, version: Version) -> None:
         if replica.num_generating * ALMOST_IDLE <= replica.num_requests_max and _is_free(turn, replica):
             turn.state.failovers[replica.id] = Failover(version=version, source=source)
             turn.state.dirty[replica.id] = None
+            turn.state.review_due = True
             return
 
 
@@ -94,7 +103,7 @@ def _is_worth(turn: Turn, version: Version) -> bool:
 
 def _is_free(turn: Turn, replica: Replica) -> bool:
     state = turn.state
-    if replica.state == ReplicaState.SYNCING or not health.takes_work(state, replica) or replica.id in state.failovers:
+    if replica.state == ReplicaState.SYNCING or not health.is_healthy(state, replica) or replica.id in state.failovers:
         return False
     if replica.incoming or any(e.worker == replica.id and not e.done for e in state.evaluations):
         return False
@@ -127,7 +136,7 @@ def give_up(turn: Turn, replica: Replica, version: Version) -> bool:
     failover = turn.state.failovers.get(replica.id)
     if failover is None or failover.version != version:
         return False
-    del turn.state.failovers[replica.id]
+    end(turn, replica)
     relay = relays.source(turn.state, replica.host)
     if failover.source == "checkpoint":
         turn.state.trainer.checkpoint_version = None

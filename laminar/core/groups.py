@@ -264,6 +264,7 @@ def restart(turn: Turn, group: Group, reason: str) -> list[TrajectoryId]:
     group.version = None
     group.num_open = sum(t.state in OPEN_STATES for t in siblings)
     group.num_regenerations += 1
+    turn.look_again()  # it has another age now: `bounds.admits` may have been waiting for that
     turn.tell(f"{len(again)} siblings start again: {reason}", story.group(group.id))
     return [t.id for t in siblings if t.state == TrajectoryState.QUEUED]
 
@@ -345,7 +346,7 @@ def _count_timeout(turn: Turn) -> None:
 def _count_drop(turn: Turn, reason: str) -> None:
     state = turn.state
     state.num_drops_in_row += 1
-    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.look_again()
     if state.num_drops_in_row >= turn.settings.drops_without_progress_max:
         turn.fail(
             f"{state.num_drops_in_row} groups in a row were dropped, the last because of {reason}: check the task"

@@ -52,9 +52,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def takes_work(state: State, replica: Replica) -> bool:
-    """Whether anything may be given to it."""
+def is_healthy(state: State, replica: Replica) -> bool:
+    """Whether nothing speaks against it."""
     return not (replica.suspect or replica.quarantined or replica.id in state.silent)
+
+
+def takes_work(state: State, replica: Replica) -> bool:
+    """Whether something of the version that it holds may be given to it."""
+    return replica.state == ReplicaState.GENERATING and is_healthy(state, replica)
 
 
 # ---- facts -------------------------------------------------------------------------------------------------
@@ -163,6 +168,7 @@ def _suspect(turn: Turn, replica: Replica) -> None:
         replica.num_suspicions = 0
     replica.suspect, replica.suspected_at = True, turn.at
     replica.num_suspicions += 1
+    turn.state.review_due = True
     for trajectory_id in list(replica.incoming):  # nothing moves here any more
         groups.unpin(turn, turn.state.trajectories[trajectory_id])
     text = f"{replica.id} is suspect: {stall(turn, replica)}; it is given nothing more"

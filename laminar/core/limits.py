@@ -17,9 +17,18 @@ def problems(settings: Settings) -> list[str]:
             f"buffer_groups_max = {s.buffer_groups_max}: a batch of batch_groups = {s.batch_groups} would never fill",
         ),
         (
+            0 < s.ready_groups_max < s.batch_groups,
+            f"ready_groups_max = {s.ready_groups_max}: a batch of batch_groups = {s.batch_groups} would never fill",
+        ),
+        (
             s.on_incomplete == "train" and not 1 <= s.min_group_size <= s.group_size,
             f"min_group_size = {s.min_group_size}: between 1 and group_size = {s.group_size}",
         ),
+        (
+            s.stragglers == "drop" and s.min_group_size < 1,
+            f"min_group_size = {s.min_group_size}: at least 1, or a group could be complete with nobody",
+        ),
+        (s.stragglers == "drop" and s.straggler_factor <= 0, f"straggler_factor = {s.straggler_factor}: above 0"),
         (s.max_staleness is not None and s.max_staleness < 0, f"max_staleness = {s.max_staleness}: 0 or more, or none"),
         (not 0 < s.draining_share <= 1, f"draining_share = {s.draining_share}: between 0 (excluded) and 1"),
         (not 0 < s.repack_kv_share <= 1, f"repack_kv_share = {s.repack_kv_share}: between 0 (excluded) and 1"),
@@ -41,6 +50,10 @@ def _not_negative(s: Settings) -> dict[str, float]:
         "trainer_restarts_max": s.trainer_restarts_max,
         "restart_backoff_s": s.restart_backoff_s,
         "await_publication_s": s.await_publication_s,
+        "ready_groups_max": s.ready_groups_max,
+        "relay_restarts_max": s.relay_restarts_max,
+        "progress_timeout_s": s.progress_timeout_s,
+        "staleness_budget": s.staleness_budget,
     }
 
 

@@ -11,7 +11,7 @@ Invariants:
 from laminar.core import groups, health, refresh, repack, spread, story
 from laminar.core.actions import AbortAttempts
 from laminar.core.decisions import Repack, Transfer
-from laminar.core.records import Replica, ReplicaState, TrajectoryState
+from laminar.core.records import Replica, TrajectoryState
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, WorkerId
 
@@ -57,8 +57,7 @@ def _takes_part(turn: Turn, replica: Replica) -> bool:
 
 
 def _is_settled(turn: Turn, replica: Replica) -> bool:
-    settled = replica.state == ReplicaState.GENERATING and health.takes_work(turn.state, replica)
-    return settled and replica.version is not None and not replica.draining
+    return health.takes_work(turn.state, replica) and not replica.draining
 
 
 def load(turn: Turn, replica: Replica) -> repack.Load:

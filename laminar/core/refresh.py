@@ -58,14 +58,20 @@ def review(turn: Turn) -> None:
 
 
 def _behind(turn: Turn) -> list[tuple[Replica, int]]:
-    """Superseded replicas and how many readable versions they are behind: those that drain already, then the furthest behind, then
-    those with the least to do."""
+    """Superseded replicas that could admit, and how many readable versions they are behind: those that drain already, then the
+    furthest behind, then those with the least to do."""
     ready = [record.version for record in reversed(turn.state.versions) if record.ready]
     ages = {version: age for age, version in enumerate(ready)}
-    held = [r for r in turn.state.replicas.values() if r.version is not None and not _holds_newest(turn, r)]
+    held = [r for r in turn.state.replicas.values() if _could_admit(turn, r) and not _holds_newest(turn, r)]
     behind = [(r, max(1, ages.get(r.version, len(ready)))) for r in held]  # type: ignore[arg-type]
     behind.sort(key=lambda row: (row[0].id not in turn.state.superseded, -row[1], row[0].num_generating))
     return behind
+
+
+def _could_admit(turn: Turn, replica: Replica) -> bool:
+    """Whether only the refresh policy could hold it back: what admits nothing anyway takes no other's turn to drain."""
+    elsewhere = replica.draining or replica.suspect or replica.quarantined or replica.id in turn.state.failovers
+    return replica.version is not None and not elsewhere
 
 
 def _num_draining(turn: Turn, behind: list[tuple[Replica, int]]) -> int:

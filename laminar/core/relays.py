@@ -67,11 +67,18 @@ def lose(turn: Turn, relay: Relay, reason: str) -> None:
     _remove(turn, relay, reason)
     recovery.plan(turn, relay.id, reason, "relay")
     _arrange(turn)
-    fail_if_none_is_left(turn, relay.id, reason)
+    _fail_if_none_is_left(turn, relay.id, reason)
     _forget(turn, relay, f"the relay {relay.id} was lost: {reason}")
 
 
-def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
+def lose_starting(turn: Turn, worker: WorkerId, reason: str) -> None:
+    """It was started again and ended before it joined; once it is given up, the master's serves its host."""
+    recovery.plan(turn, worker, reason, "relay")
+    _sources_changed(turn)
+    _fail_if_none_is_left(turn, worker, reason)
+
+
+def _fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
     """Without any relay, and without one that may come back, no version reaches a replica any more."""
     if not (turn.state.relays or recovery.is_expected(turn, "relay")):
         turn.fail(f"the relay {last} was lost: {reason}")
@@ -80,7 +87,6 @@ def fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
 def _remove(turn: Turn, relay: Relay, reason: str) -> None:
     state = turn.state
     del state.relays[relay.id]
-    state.review_due = True
     state.silent.pop(relay.id, None)
     state.fenced[relay.id] = max(relay.incarnation, state.fenced.get(relay.id, 0))
     turn.emit(StopWorker(cause=turn.cause, worker=relay.id, incarnation=relay.incarnation, reason=reason))
@@ -95,7 +101,12 @@ def _forget(turn: Turn, relay: Relay, reason: str) -> None:
         versions.check_held(turn, version, reason)
     for version in under_way:
         versions.lose(turn, version, reason)
-    state.dirty.update(dict.fromkeys(state.replicas))
+
+
+def _sources_changed(turn: Turn) -> None:
+    """Some replicas may have to pull from another relay than before, or from none."""
+    turn.state.review_due = True
+    turn.look_again()
 
 
 # ---- the chain ---------------------------------------------------------------------------------------------
@@ -113,6 +124,7 @@ def _arrange(turn: Turn, *, relink: bool = False) -> None:
     if (order, master) == (chain.order, chain.master) and not relink:
         return
     chain.epoch, chain.order, chain.master = chain.epoch + 1, order, master
+    _sources_changed(turn)
     if master:
         turn.emit(ArrangeChain(cause=turn.cause, epoch=chain.epoch, order=list(order), master=master))
         turn.tell(f"chain {chain.epoch}: {' → '.join(order)}", *(story.worker(worker) for worker in order))
@@ -233,4 +245,4 @@ def drop(turn: Turn, relay: Relay, version: Version) -> None:
         relay.held.remove(version)
         turn.state.review_due = True
         versions.check_held(turn, version, f"{relay.id} recycled its slot, the last that held it")
-        turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+        turn.look_again()

@@ -20,5 +20,5 @@ def on_failed(turn: Turn, event: StorageFailed) -> None:
 def on_recovered(turn: Turn, event: StorageRecovered) -> None:
     """Go on where everything stopped."""
     turn.state.storage_failure = ""
-    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+    turn.look_again()
     training.save_overdue(turn)

@@ -8,7 +8,7 @@ Invariants:
 * A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, fleet, ledger, pace, recovery, relays, story, versions
+from laminar.core import bounds, evaluation, groups, ledger, pace, recovery, relays, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -135,7 +135,7 @@ def apply_batch(turn: Turn, decision: TakeBatch) -> None:
     for group_id in decision.groups:
         _lease(turn, group_id, decision.step)
     state.steps[decision.step] = Step(step=decision.step, attempt=1, groups=list(decision.groups))
-    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.look_again()
     turn.tell(f"batch of {len(decision.groups)} groups leased", story.step(decision.step))
 
 
@@ -276,10 +276,18 @@ def finish(turn: Turn) -> bool:
         return False
     if trainer.saving >= 0 and trainer.ready:
         return False
-    freed = fleet.interrupt(turn, "stopped" if state.stopping else "run_complete")
+    freed = _drop_unleased(turn, "stopped" if state.stopping else "run_complete")
     if completed and not state.stopping and evaluation.is_pending(turn):
         return freed
     state.finished = state.stopping or "completed"
     state.ok = state.ok and trainer.step <= max(trainer.checkpoint, 0)
     turn.emit(FinishRun(cause=turn.cause, reason=state.finished, ok=state.ok))
     return False
+
+
+def _drop_unleased(turn: Turn, reason: str) -> bool:
+    """The run ends: everything that no step has leased is dropped. True if there was anything."""
+    unleased = [group for group in turn.state.groups.values() if group.step == 0]
+    for group in unleased:
+        groups.drop_group(turn, group, reason)
+    return bool(unleased)

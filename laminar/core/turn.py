@@ -1,7 +1,10 @@
 """What a handler or pass works with while one event is handled."""
 
+from collections.abc import Callable
+from heapq import heapify, heappop, heapreplace
+
 from laminar.core.actions import AnyAction, RaiseAlarm
-from laminar.core.records import State
+from laminar.core.records import Replica, State
 from laminar.core.settings import Settings
 from laminar.core.story import Story
 from laminar.ids import Version, WorkerId
@@ -15,8 +18,35 @@ class Turn:
         self.settings = settings
         self.story = story
         self.actions: list[AnyAction] = []
-        self.candidates: list[tuple[int, int, WorkerId]] | None = None
+        self._candidates: list[tuple[int, int, WorkerId]] | None = None
         """Heap of what the present pass has not ruled out: (load, place among the dirty, replica); None = it has not begun."""
+
+    def begin_pass(self) -> None:
+        """Every dirty replica is a candidate again."""
+        self._candidates = None
+
+    def next_candidate(self, may: Callable[[Replica], bool], load: Callable[[Replica], int]) -> Replica | None:
+        """Of the dirty replicas that may, the least loaded, the first among equals.
+
+        One that may not is not asked again before `begin_pass`: pulls and new groups take room, they give none to others. So a
+        pass over R replicas with D decisions asks R + D times, not R · D.
+        """
+        replicas = self.state.replicas
+        if self._candidates is None:
+            self._candidates = [
+                (load(replicas[worker]), place, worker) for place, worker in enumerate(self.state.dirty)
+            ]
+            heapify(self._candidates)
+        while self._candidates:
+            known, place, worker = self._candidates[0]
+            replica = replicas[worker]
+            if load(replica) != known:
+                heapreplace(self._candidates, (load(replica), place, worker))
+            elif may(replica):
+                return replica
+            else:
+                heappop(self._candidates)
+        return None
 
     @property
     def at(self) -> float:
@@ -33,6 +63,10 @@ class Turn:
         """What the trainer holds now."""
         trainer = self.state.trainer
         return Version(trainer.step, max(trainer.branch, 0))
+
+    def look_again(self) -> None:
+        """The passes look at every replica: what held one back may have gone."""
+        self.state.dirty.update(dict.fromkeys(self.state.replicas))
 
     def emit(self, action: AnyAction) -> None:
         """Ask the shell for something."""

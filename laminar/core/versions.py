@@ -110,7 +110,7 @@ def hold(turn: Turn, relay: Relay, version: Version, digest: str) -> bool:
     relay.held.insert(position, version)
     if all(version in other.held for other in state.relays.values()):
         record.awaited_until = 0.0
-    state.dirty.update(dict.fromkeys(state.replicas))
+    turn.look_again()
     state.review_due = True
     return True
 
@@ -138,7 +138,7 @@ def abandon(turn: Turn, reason: str) -> None:
         if record.ready or record.written or record.lost:
             continue
         record.void, record.lost, record.deadline, record.awaited_until = True, reason, 0.0, 0.0
-        turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+        turn.look_again()
         turn.tell(f"lost with the trainer: {reason}", story.version(record.version))
 
 
@@ -153,7 +153,7 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
     if record is None or record.ready:
         return
     record.lost, record.deadline, record.awaited_until = reason, 0.0, 0.0
-    turn.state.dirty.update(dict.fromkeys(turn.state.replicas))
+    turn.look_again()
     turn.tell(f"publication failed: {reason}", story.version(version))
     publish(turn)
     if record.deadline or turn.state.stopping:

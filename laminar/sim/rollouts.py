@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from laminar.core import actions, events, fleet, health
+from laminar.core import actions, dispatch, events, health
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, Version, WorkerId
 from laminar.sim import queues
@@ -263,8 +263,8 @@ class Rollouts:
             queues.Sample(
                 at=self.world.now,
                 buffered=buffered,
-                in_flight=fleet.num_outstanding(core.state) - buffered,
-                held_back=not fleet.gate_is_open(turn),
+                in_flight=dispatch.num_outstanding(core.state) - buffered,
+                held_back=not dispatch.gate_is_open(turn),
             )
         )
 
@@ -273,7 +273,7 @@ class Rollouts:
     def _on_start_group(self, action: actions.StartGroup) -> None:
         engine = self.engines[action.worker]
         core = self.world.core.state
-        assert health.takes_work(core, core.replicas[action.worker]), (
+        assert health.is_healthy(core, core.replicas[action.worker]), (
             f"{action.worker} is given work and is not healthy"
         )
         self._check_room(action)

@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from laminar.controller.eventlog import SCHEMA
+from laminar.core.settings import Settings
 from laminar.sim import grid
 from laminar.sim.__main__ import main
+from laminar.sim.options import OF_SCENARIO, OWN_OPTIONS, UNUSED, parse, scenario
 
 SMALL = ["--preset", "small", "--split", "2/2", "--median", "60", "--warmup", "1", "--iterations", "1"]
 
@@ -91,13 +93,102 @@ def test_lengths_can_come_from_a_real_run(capsys, tmp_path):
         (["--workload", "nowhere.db"], "no such file"),
         (["--faults", "gremlins"], "no fault 'gremlins'"),
         (["--sampler", "nowhere:X"], "nowhere"),
+        (["--sampler", "json:loads"], "making one without arguments failed: TypeError"),
+        (["--sampler", "collections:Counter"], "has no method select, state, load_state"),
         (["--model", "72B"], "a 72B replica 8"),
+        (["--split", "8/1000000"], "1000000 replicas of 7B; at most 8192"),
+        (["--iterations", "9999"], "make 10000 steps; at most 5000"),
+        (["--out", "/dev/null"], "--out /dev/null: cannot write there: File exists"),
+        (["--set", "max_staleness"], "expected NAME=VALUE"),
+        (["--set", "max_stalenes=2"], "no setting 'max_stalenes'; did you mean max_staleness?"),
+        (["--set", "max_staleness=two"], "--set max_staleness=two: expected `int | null`"),
+        (["--set", "on_stale=never"], "--set on_stale=never: invalid enum value 'never'"),
+        (["--set", "repack_interval_s=nan"], "--set repack_interval_s=nan: 0 or more"),
+        (["--set", "refresh_policy=rolling"], "use --policy"),
+        (["--set", "evaluate=true"], "has no effect in the simulator"),
+        (["--set", "ready_groups_max=63"], "a batch of 64 groups would never fill"),
+        (["--set", "buffer_groups_max=63"], "a batch of 64 groups would never fill"),
+        (["--set", "on_stale=wait"], "needs a bound"),
+        (["--set", "group_size=1"], "2 or more"),
     ],
 )
 def test_wrong_arguments_are_answered_with_what_to_do(capsys, arguments, message):
     code, _, err = run(capsys, *arguments)
     assert code == 2
     assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "smal"], "'smal' is none of paper, policies, 32B-128, 72B-1024, small; did you mean small?"),
+        (["--policy", "continous"], "did you mean continuous?"),
+        (["--gpus", "many"], "argument --gpus: 'many' is not a whole number"),
+        (["--gpus", "0"], "0 is not at least 1"),
+        (["--split", "64-64"], "'64-64' is not TRAIN/ROLLOUT, for example 64/64"),
+        (["--growth", "nan"], "nan is not between"),
+        (["--seed", "9" * 20], "does not fit 64 bits"),
+        (["--jobs", "2"], "--jobs has no effect here: one run takes one process"),
+        (["--preset", "paper", "--faults", "engine_crash"], "--faults has no effect here: --preset paper runs fixed"),
+        (["--preset", "paper", "--policy", "batch"], "--policy has no effect here"),
+        (["--ablate", "repack", "--repack", "off"], "compares nothing"),
+        (["--optimize-split", "--split", "8/8"], "leave one away"),
+        (["small"], "unrecognized arguments: small"),
+    ],
+)
+def test_what_is_not_understood_is_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_any_setting_of_the_core_can_be_chosen():
+    chosen = scenario(parse([
+        *SMALL, "--policy", "rolling", "--repack", "parts", "--set", "staleness_budget=1.5", "--set", "group_size=4",
+        "--set", "max_staleness=3", "--set", "on_stale=wait", "--set", "max_staleness=2",
+    ]))  # fmt: skip
+    core = chosen.settings(chosen.cluster())
+    assert (core.refresh_policy, core.repack_policy, core.staleness_budget) == ("rolling", "parts", 1.5)
+    assert (core.max_staleness, core.on_stale, core.group_size, chosen.group_size) == (2, "wait", 4, 4)
+
+
+def test_every_setting_of_the_core_is_taken_or_refused_for_a_reason():
+    for name in (*OWN_OPTIONS, *UNUSED, *OF_SCENARIO):
+        assert name in Settings.__struct_fields__
+
+
+def test_repacking_can_be_off(capsys):
+    code, out, _ = run(capsys, "--repack", "off", "--json")
+    assert code == 0
+    assert json.loads(out)["run"]["repack_checks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "alarm"),
+    [
+        ("raise RuntimeError('boom')", "Mine.select raised RuntimeError: boom; this batch is FIFO"),
+        ("return 'abc'", "Mine.select returned a str, expected a list of group ids; this batch is FIFO"),
+    ],
+)
+def test_a_sampler_that_fails_is_named_and_the_run_goes_on(capsys, tmp_path, body, alarm):
+    file = tmp_path / f"mine{len(body)}.py"
+    file.write_text(
+        f"class Mine:\n    def select(self, view, num_groups):\n        {body}\n"
+        "    def state(self):\n        return {}\n    def load_state(self, state):\n        pass\n"
+    )
+    code, out, err = run(capsys, "--sampler", f"{file}:Mine")
+    assert code == 0
+    assert alarm in err
+    assert "faults: alarm:sampler" in out
+
+
+def test_a_run_that_fails_says_why_on_stderr(capsys):
+    code, _, err = run(capsys, "--faults", "pull_failed=1")
+    assert code == 1
+    assert "error: run: the simulated training failed: no rollout replica is left" in err
 
 
 def test_a_database_without_trajectories_is_refused(capsys, tmp_path):

@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAY_IMPORT = ("laminar.core", "laminar.sim", "laminar.ids", "laminar.errors", "laminar.plugins", "laminar.roofline")
+MAY_IMPORT = (
+    "laminar.core",
+    "laminar.sim",
+    "laminar.ids",
+    "laminar.errors",
+    "laminar.plugins",
+    "laminar.roofline",
+    "laminar.samplers",
+)
 
 
 def test_the_simulator_imports_only_the_core_of_laminar():

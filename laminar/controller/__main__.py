@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from laminar import __version__, configfile, hosts
+from laminar import __version__, configfile, hosts, samplers
 from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.plan import describe, plan, url_of
 from laminar.errors import ConfigError, LaminarError, StartError
-from laminar.plugins import load_object
 
 EXIT_INTERRUPTED = 130
 EPILOG = """\
@@ -115,7 +114,7 @@ def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "ru
     from laminar.tasks import datasets
 
     plan(config, machines, "", None)
-    sampler = _sampler(config.buffer.sampler)
+    sampler = None if config.buffer.sampler == "fifo" else samplers.load(config.buffer.sampler, "buffer.sampler")
     prompts = datasets.load(config.task)
     resume = run.last_checkpoint() if run else None
     directory = run or rundir.create(config, hosts_text)
@@ -150,24 +149,6 @@ def _log_to(path: Path) -> Iterator[None]:
             yield
         finally:
             structlog.reset_defaults()
-
-
-def _sampler(reference: str) -> Any:
-    """The user's sampler, or None for FIFO. Raises ConfigError for a class that cannot be one."""
-    if reference == "fifo":
-        return None
-    heading = f'buffer.sampler = "{reference}"'
-    factory = load_object(reference, "buffer.sampler")
-    try:
-        sampler = factory()
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        raise ConfigError(
-            f"{heading}: making one without arguments failed: {type(error).__name__}: {error}; see docs/samplers.md"
-        ) from error
-    missing = [name for name in ("select", "state", "load_state") if not callable(getattr(sampler, name, None))]
-    if missing:
-        raise ConfigError(f"{heading} has no method {', '.join(missing)}; see docs/samplers.md for the three it needs")
-    return sampler
 
 
 def _run_loop(go: Callable[[], Coroutine[Any, Any, int]]) -> int:

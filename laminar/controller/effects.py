@@ -10,9 +10,8 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import structlog
 
 from laminar import wire
@@ -21,14 +20,13 @@ from laminar.controller.rundir import complete_checkpoints
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Server
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events, versions
+from laminar.core import actions, versions
 from laminar.core.records import Trajectory
 from laminar.core.sampling import Sampler
 from laminar.ids import WorkerId
+from laminar.samplers import GuardedSampler
 
 logger = structlog.get_logger(__name__)
-
-_Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Prompts(Protocol):
@@ -61,10 +59,13 @@ class Effects:
         alarm: Callable[[str, str], None],
     ) -> None:
         self._runtime, self._server, self._log, self._tokens, self._prompts = runtime, server, log, tokens, prompts
-        self._checkpoints, self._keep_last, self._sampler = checkpoints, keep_last, sampler
+        self._checkpoints, self._keep_last, self._sampler = (
+            checkpoints,
+            keep_last,
+            GuardedSampler(sampler) if sampler else None,
+        )
         self._stop_process, self._alarm = stop_process, alarm
         self._start_process = start_process
-        self._sampler_loaded = False
         self._table: dict[type, Callable[[Any], None]] = {
             actions.StartGroup: self._start_group,
             actions.AbortAttempts: self._abort,
@@ -169,29 +170,8 @@ class Effects:
     # ---- sampler -------------------------------------------------------------------------------------------
 
     def _ask_sampler(self, action: actions.AskSampler) -> None:
-        sampler, method = self._sampler, "load_state"
-        assert sampler is not None
-        try:
-            if not self._sampler_loaded and action.state:
-                sampler.load_state(msgspec.msgpack.decode(action.state))
-            self._sampler_loaded = True
-            began, method = time.perf_counter(), "select"
-            chosen = sampler.select(action.view, action.num_groups)
-            elapsed_ms, method = 1e3 * (time.perf_counter() - began), "state"
-            state = msgspec.msgpack.encode(sampler.state())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; policy decides
-            self._answer(action, error=f"{type(sampler).__name__}.{method} raised {type(error).__name__}: {error}")
-            return
-        try:
-            groups = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[_Id])
-        except msgspec.ValidationError:
-            fault = f"{type(sampler).__name__}.select returned {_shown(chosen)}, expected a list of group ids"
-            self._answer(action, error=fault)
-            return
-        self._answer(action, groups=groups, elapsed_ms=elapsed_ms, state=state)
-
-    def _answer(self, action: actions.AskSampler, **answer: Any) -> None:
-        self._runtime.post(events.SamplerAnswered(request=action.request, **answer))
+        assert self._sampler is not None, "the settings name a custom sampler, the application gave none"
+        self._runtime.post(self._sampler.ask(action))
 
     # ---- records -------------------------------------------------------------------------------------------
 
@@ -216,12 +196,6 @@ class Effects:
     def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))
         self._alarm(action.name, action.text)
-
-
-def _shown(value: object) -> str:
-    """What a value is, in a few words; its repr may be long, or user code that raises."""
-    inner = f" of {type(value[0]).__name__}" if isinstance(value, list) and value else ""
-    return f"a {type(value).__name__}{inner}"
 
 
 def _text(version: object) -> str | None:

@@ -56,6 +56,8 @@ class Measures:
     num_tokens_lost: int = 0
     """Decoded and gone with an engine before they were reported."""
     faults: Counter[str] = field(default_factory=Counter)
+    alarms: dict[str, str] = field(default_factory=dict)
+    """What the first alarm of each name said."""
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers for JSON."""

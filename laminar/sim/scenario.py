@@ -31,6 +31,7 @@ FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be t
 RELAY_RESTARTS_MAX = 3  # as replicas by default
 SOFTWARE = Software()
 TRAINER_RESTARTS_MAX = 3  # without a checkpoint in between
+REPLICAS_MAX = 8192  # up to which the core has been measured
 STEPS_BEYOND = 1000  # the run is stopped when it has been measured; generation does not taper off before
 
 
@@ -87,6 +88,10 @@ class Scenario:
             raise ConfigError(
                 f"--split {train}/{rollout}: the trainer needs at least 1 GPU and a {self.model} replica "
                 f"{model.tensor_parallel}; give train/rollout counts that leave both enough"
+            )
+        if (num_replicas := rollout // model.tensor_parallel) > REPLICAS_MAX:
+            raise ConfigError(
+                f"{rollout} GPUs make {num_replicas} replicas of {self.model}; at most {REPLICAS_MAX}: use fewer"
             )
         return Cluster(
             hardware=HARDWARE[self.hardware], model=model, train_gpus=train, rollout_gpus=rollout,
@@ -222,6 +227,7 @@ def summary(scenario: Scenario, world: World) -> dict[str, Any]:
         "tokens_dropped": dict(state.ledger.tokens.dropped),
         "trajectories_dropped": dict(state.ledger.trajectories.dropped),
         "faults": dict(world.measures.faults),
+        "alarms": dict(world.measures.alarms),
         "trace": world.trace.hexdigest() if world.trace is not None else "",
     }
     if len(world.measures.iterations) > scenario.warmup > 0:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laminar.core import actions, events, versions
 from laminar.ids import GroupId, TrajectoryId, WorkerId
 from laminar.sim import queues
@@ -141,8 +143,9 @@ class Training:
 
     def _on_ask_sampler(self, action: actions.AskSampler) -> None:
         assert self.world.sampler is not None, "the settings name a custom sampler, the world has none"
-        chosen = self.world.sampler.select(action.view, action.num_groups)
-        self.world.after(0.0, lambda: self.world.send(events.SamplerAnswered(request=action.request, groups=chosen)))
+        measured = self.world.sampler.ask(action)
+        answer = msgspec.structs.replace(measured, elapsed_ms=0.0)  # a measured time is no part of a simulated run
+        self.world.after(0.0, lambda: self.world.send(answer))
 
     def _on_record_trajectories(self, action: actions.RecordTrajectories) -> None:
         branches, measures = self.world.core.state.branches, self.world.measures

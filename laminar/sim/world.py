@@ -20,6 +20,7 @@ from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.ids import WorkerId
+from laminar.samplers import GuardedSampler
 from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
 from laminar.sim.relays import TRAINER_HOST, Relays
@@ -56,7 +57,8 @@ class World:
     ) -> None:
         self.core = Core(settings)
         self.cluster, self.workload, self.measures = cluster, workload, measures
-        self.flush_s, self.sample_s, self.sampler = flush_s, sample_s, sampler
+        self.flush_s, self.sample_s = flush_s, sample_s
+        self.sampler = GuardedSampler(sampler) if sampler else None
         self.check_every, self.stop_after = check_every, stop_after
         """The operator stops the run after so many steps, so that none of them sees its end coming; 0 = never."""
         self.now = 0.0
@@ -183,3 +185,4 @@ class World:
 
     def _on_raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self.measures.faults[f"alarm:{action.name}"] += 1
+        self.measures.alarms.setdefault(action.name, action.text)

@@ -10,9 +10,10 @@ version than was admitted: then `wait` drops, too, what can no longer be trained
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from laminar.core import groups, versions
-from laminar.core.records import Group, GroupState, State
+from laminar.core.records import Group, GroupState
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, Version, format_id
 
@@ -47,7 +48,7 @@ def admits(turn: Turn, version: Version) -> bool:
     age = versions.staleness(turn.state.branches, turn.trainer_version, version)
     if turn.settings.on_stale == "drop":
         return chances(turn, age) > 0
-    live = Counter(staleness(turn, group) for group in turn.state.groups.values() if group.state != GroupState.LEASED)
+    live = _ages(turn, [group for group in turn.state.groups.values() if group.state != GroupState.LEASED])
     live[age] += 1
     num = 0
     for age in sorted(live, reverse=True):
@@ -57,11 +58,27 @@ def admits(turn: Turn, version: Version) -> bool:
     return True
 
 
+def _age_of(turn: Turn, among: list[Group]) -> Callable[[Group], int]:
+    """`staleness` of these groups. Versions are few, groups are many: each version is looked at once."""
+    if turn.settings.group_versions != "regenerate":
+        return lambda group: staleness(turn, group)
+    branches, newest = turn.state.branches, turn.trainer_version
+    held = dict.fromkeys(group.version for group in among)
+    ages = {version: versions.staleness(branches, newest, version) if version else 0 for version in held}
+    return lambda group: ages[group.version]
+
+
+def _ages(turn: Turn, live: list[Group]) -> Counter[int]:
+    """Staleness -> how many of the groups have it."""
+    return Counter(map(_age_of(turn, live), live))
+
+
 def oldest_first(turn: Turn) -> list[GroupId]:
     """Complete groups, the nearest to the bound first, in order of completion within."""
     waiting = [turn.state.groups[group] for group in turn.state.buffer]
     if turn.settings.max_staleness is not None and turn.settings.on_stale == "wait":
-        waiting.sort(key=lambda group: -staleness(turn, group))
+        age_of = _age_of(turn, waiting)
+        waiting.sort(key=lambda group: -age_of(group))
     return [group.id for group in waiting]
 
 
@@ -72,10 +89,12 @@ def refusal(turn: Turn, chosen: list[GroupId]) -> str:
         return ""
     inside = dict.fromkeys(chosen)
     left = [g for g in turn.state.groups.values() if g.state != GroupState.LEASED and g.id not in inside]
-    left.sort(key=lambda group: -staleness(turn, group))
-    for index, group in enumerate(left):
-        if index >= turn.settings.batch_groups * (bound - staleness(turn, group)):
-            return f"group {format_id(group.id)} would be left behind and pass max_staleness = {bound}"
+    ages, num = _ages(turn, left), 0
+    for age in sorted(ages, reverse=True):
+        num += ages[age]
+        if num > turn.settings.batch_groups * (bound - age):
+            late = next(group for group in left if staleness(turn, group) == age)
+            return f"group {format_id(late.id)} would be left behind and pass max_staleness = {bound}"
     return ""
 
 
@@ -93,9 +112,13 @@ def _too_late(turn: Turn) -> list[Group]:
     return late
 
 
-def _has_aged(state: State) -> bool:
-    """Whether something may be older than when it was admitted."""
-    return bool(state.branches) or any(group.num_regenerations for group in state.groups.values())
+def _aged(turn: Turn) -> list[Group]:
+    """`wait`: what is too late although it was admitted, because a group began again or the trainer was restored."""
+    state = turn.state
+    if not state.may_have_aged or not state.trainer.ready or _num_leased(turn):
+        return []
+    state.may_have_aged = False
+    return _too_late(turn)
 
 
 def sweep(turn: Turn) -> bool:
@@ -107,7 +130,7 @@ def sweep(turn: Turn) -> bool:
         buffered = map(turn.state.groups.__getitem__, turn.state.buffer)
         old = [group for group in buffered if staleness(turn, group) > bound]
     else:
-        old = _too_late(turn) if _has_aged(turn.state) and turn.state.trainer.ready and not _num_leased(turn) else []
+        old = _aged(turn)
     for group in old:
         groups.drop_group(turn, group, "stale")
     if old:

@@ -70,6 +70,7 @@ def start(turn: Turn, replica: Replica, group: Group, trajectories: list[Traject
         resume = score_only or trajectory.num_tokens > 0
         starts.append(Start(trajectory_id, trajectory.attempt, trajectory.seed, resume, score_only))
     group.version = group.version or replica.version
+    state.may_have_aged |= group.num_regenerations > 0
     group.worker = replica.id
     turn.emit(
         StartGroup(

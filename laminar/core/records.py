@@ -298,11 +298,10 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 
 class Mean(msgspec.Struct, kw_only=True):
-    """A mean whose older values weigh less (`laminar.core.pace`)."""
+    """A weighted sum and the sum of its weights, which fall with age (`laminar.core.pace`)."""
 
     weight: float = 0.0
     total: float = 0.0
-    """Weighted sum."""
 
 
 class Pace(msgspec.Struct, kw_only=True):
@@ -378,6 +377,8 @@ class State(msgspec.Struct, kw_only=True):
     pace: Pace = msgspec.field(default_factory=Pace)
     superseded: dict[WorkerId, None] = {}
     """Replicas that drain because a newer version exists (refresh policies `continuous` and `rolling`)."""
+    may_have_aged: bool = False
+    """A group began again, or the trainer was restored: live groups may be older than when they were admitted."""
     review_due: bool = False
     """The fleet or the newest version has changed since `superseded` was chosen."""
     storage_failure: str = ""

@@ -69,6 +69,7 @@ def _begin_branch(turn: Turn, step: int) -> None:
     trainer.step = step
     if trainer.branch > 0:
         turn.state.branches.append(Branch(branch=trainer.branch, fork_step=step))
+        turn.state.may_have_aged = True
     if fresh:
         trainer.checkpoint = step
 

@@ -9,7 +9,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from laminar.core import actions, events, pace, refresh
-from laminar.core.records import Mean, Pace, Replica, ReplicaState, State, TrajectoryState, VersionRecord
+from laminar.core.pace import Mean, Pace
+from laminar.core.records import Replica, ReplicaState, State, TrajectoryState, VersionRecord
 from laminar.core.relay_records import Chain, Relay
 from laminar.core.story import Story
 from laminar.core.turn import Turn

@@ -148,7 +148,7 @@ def _finish(turn: Turn, replica: Replica, finished: FinishedAttempt) -> None:
     trajectory.num_tokens = finished.num_tokens
     trajectory.timings.first_token = trajectory.timings.queued + finished.queued_s
     trajectory.timings.finished = turn.at
-    pace.generated(turn.state.pace, trajectory)
+    pace.generated(turn.state.pace, turn.at - trajectory.timings.queued)
     replica.num_generating -= 1
 
 

@@ -1,14 +1,32 @@
 """How long a trajectory and a train step take now, for policies that look ahead: means with exponentially falling weights."""
 
-from laminar.core.records import Mean, Pace, Trajectory
+import msgspec
 
 GENERATION_DECAY = 1.0 - 1.0 / 4096  # the mean follows lengths that change over a few global batches
 STEP_DECAY = 0.75  # about the last four steps
 
 
-def generated(pace: Pace, trajectory: Trajectory) -> None:
-    """A trajectory has its last token."""
-    _add(pace.generation_s, trajectory.timings.finished - trajectory.timings.queued, GENERATION_DECAY)
+class Mean(msgspec.Struct, kw_only=True):
+    """A weighted sum and the sum of its weights, which fall with age (`laminar.core.pace`)."""
+
+    weight: float = 0.0
+    total: float = 0.0
+
+
+class Pace(msgspec.Struct, kw_only=True):
+    """How long things take now."""
+
+    generation_s: Mean = msgspec.field(default_factory=Mean)
+    """From a trajectory's first start to its last token."""
+    step_s: Mean = msgspec.field(default_factory=Mean)
+    """Between the ends of train steps."""
+    stepped_at: float = 0.0
+    """When the last train step ended; 0 = none has."""
+
+
+def generated(pace: Pace, seconds: float) -> None:
+    """A trajectory has its last token, so long after its first start."""
+    _add(pace.generation_s, seconds, GENERATION_DECAY)
 
 
 def stepped(pace: Pace, at: float) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from laminar.core.decisions import HeldDecision, Transfer
+from laminar.core.pace import Pace
 from laminar.core.relay_records import Chain, Failover, Failovers, Relay
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 
@@ -295,24 +296,6 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     trajectories: Account = msgspec.field(default_factory=Account)
     tokens: Account = msgspec.field(default_factory=Account)
-
-
-class Mean(msgspec.Struct, kw_only=True):
-    """A weighted sum and the sum of its weights, which fall with age (`laminar.core.pace`)."""
-
-    weight: float = 0.0
-    total: float = 0.0
-
-
-class Pace(msgspec.Struct, kw_only=True):
-    """How long things take now."""
-
-    generation_s: Mean = msgspec.field(default_factory=Mean)
-    """From a trajectory's first start to its last token."""
-    step_s: Mean = msgspec.field(default_factory=Mean)
-    """Between the ends of train steps."""
-    stepped_at: float = 0.0
-    """When the last train step ended; 0 = none has."""
 
 
 class SamplerRequest(msgspec.Struct, kw_only=True, frozen=True):

@@ -265,10 +265,34 @@ class Config(Section, frozen=True, kw_only=True):
 
 def check(config: Config) -> Config:
     """`config` itself. Raises ConfigError for a combination that cannot work, naming the keys."""
-    problems = _out_of_range(config) + [message for failed, message in _rules(config) if failed]
+    problems = (
+        _out_of_range(config) + _without_effect(config) + [message for failed, message in _rules(config) if failed]
+    )
     if problems:
         raise ConfigError("the configuration cannot work:\n  " + "\n  ".join(problems))
     return config
+
+
+_PARTNERS: tuple[tuple[str, str, Any], ...] = (
+    ("rollout.draining_share", "rollout.refresh_policy", "continuous"),
+    ("rollout.staleness_budget", "rollout.refresh_policy", "rolling"),
+    ("repack.policy", "repack.enabled", True),
+    ("buffer.straggler_factor", "buffer.stragglers", "drop"),
+)
+"""(a key, the key and the value without which it has no effect)."""
+
+
+def _without_effect(c: Config) -> list[str]:
+    """Keys that were changed in vain."""
+    return [
+        f"{key} = {_shown(_value(c, key))} means nothing without {partner} = {_shown(needed)}"
+        for key, partner, needed in _PARTNERS
+        if _value(c, key) != _value(Config(), key) and _value(c, partner) != needed
+    ]
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 _LEAST: dict[str, int] = {
@@ -364,6 +388,11 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             " whole group; lower it",
         ),
         (
+            c.buffer.stragglers == "drop" and c.buffer.min_group_size == c.rollout.group_size,
+            f'buffer.stragglers = "drop" means nothing: buffer.min_group_size = {c.buffer.min_group_size} is the'
+            " whole group; lower it",
+        ),
+        (
             0 < c.model.context_tokens_max <= c.rollout.max_tokens,
             f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
             f" {c.rollout.max_tokens} leave no room for a prompt",
@@ -380,6 +409,11 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             c.buffer.max_ready_groups != 0 and c.buffer.max_ready_groups < c.trainer.batch_prompts,
             f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: a batch of trainer.batch_prompts ="
             f" {c.trainer.batch_prompts} would never fill; use at least that, or 0",
+        ),
+        (
+            c.buffer.max_ready_groups >= c.buffer_groups_max > 0,
+            f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: never reached, new groups are held back at"
+            f" {c.buffer_groups_max} in flight or buffered (buffer.max_groups); use less than that, or 0",
         ),
         (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),

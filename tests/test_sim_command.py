@@ -25,7 +25,8 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_an_ablation_prints_both_runs_as_json_and_writes_figures(capsys, tmp_path):
-    code, out, _ = run(capsys, "--ablate", "repack", "--json", "--out", str(tmp_path))
+    arguments = ("--ablate", "repack", "--set", "repack_interval_s=4", "--json", "--out", str(tmp_path))
+    code, out, _ = run(capsys, *arguments)
     found = json.loads(out)
     assert code == 0
     assert found["with repack"]["repack_checks"] > 0 == found["without repack"]["repack_checks"]
@@ -106,10 +107,13 @@ def test_lengths_can_come_from_a_real_run(capsys, tmp_path):
         (["--set", "repack_interval_s=nan"], "--set repack_interval_s=nan: 0 or more"),
         (["--set", "refresh_policy=rolling"], "use --policy"),
         (["--set", "evaluate=true"], "has no effect in the simulator"),
-        (["--set", "ready_groups_max=63"], "a batch of 64 groups would never fill"),
-        (["--set", "buffer_groups_max=63"], "a batch of 64 groups would never fill"),
-        (["--set", "on_stale=wait"], "needs a bound"),
-        (["--set", "group_size=1"], "2 or more"),
+        (["--set", "ready_groups_max=63"], "a batch of batch_groups = 64 would never fill"),
+        (["--set", "buffer_groups_max=63"], "a batch of batch_groups = 64 would never fill"),
+        (["--set", "on_stale=wait"], "on_stale means nothing without --set max_staleness=…"),
+        (["--set", "staleness_budget=1"], "staleness_budget means nothing without --policy rolling"),
+        (["--set", "repack_kv_share=0.5", "--repack", "off"], "repack_kv_share means nothing with --repack off"),
+        (["--set", "group_size=0"], "group_size = 0: at least 1"),
+        (["--set", "draining_share=2", "--policy", "continuous"], "draining_share = 2.0: between 0 (excluded) and 1"),
     ],
 )
 def test_wrong_arguments_are_answered_with_what_to_do(capsys, arguments, message):
@@ -153,6 +157,12 @@ def test_any_setting_of_the_core_can_be_chosen():
     core = chosen.settings(chosen.cluster())
     assert (core.refresh_policy, core.repack_policy, core.staleness_budget) == ("rolling", "parts", 1.5)
     assert (core.max_staleness, core.on_stale, core.group_size, chosen.group_size) == (2, "wait", 4, 4)
+
+
+def test_stragglers_can_be_dropped(capsys):
+    code, out, err = run(capsys, "--set", "stragglers=drop", "--set", "straggler_factor=1.5", "--json")
+    assert code == 0, err
+    assert json.loads(out)["run"]["trajectories_dropped"]["straggler"] > 0
 
 
 def test_every_setting_of_the_core_is_taken_or_refused_for_a_reason():

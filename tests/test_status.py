@@ -29,3 +29,13 @@ def test_the_status_tells_the_chain_and_how_trajectories_of_lost_replicas_went_o
     told = json.loads(json.dumps(status_of(driver.core)))
     assert told["relays"] == {"epoch": 1, "order": ["relay-0"], "master": "relay-0", "held": {"relay-0": ["v0"]}}
     assert told["failovers"] == {"same_version": num, "relay": 0, "checkpoint": 0, "restarted": 0}
+
+
+def test_the_status_says_what_holds_new_groups_back() -> None:
+    driver = Driver(settings(buffer_groups_max=4, batch_groups=4, local_batch_groups=4, steps=1))
+    assert str(status_of(driver.core)["new_groups"]).startswith("begin wherever")
+    driver.start("r0")
+    assert "enough for the remaining steps" in str(status_of(driver.core)["new_groups"])
+    longer = Driver(settings(buffer_groups_max=4, batch_groups=4, local_batch_groups=4, steps=9))
+    longer.start("r0")
+    assert status_of(longer.core)["new_groups"] == "held back by buffer.max_groups: 4 of 4 are in flight or buffered"

@@ -2,25 +2,44 @@
 
 import msgspec
 
-from laminar.core import health
+from laminar.core import dispatch, health
 from laminar.core.engine import Core
 from laminar.core.records import RepackRecord, State
 from laminar.core.turn import Turn
 
 
 def status_of(core: Core) -> dict[str, object]:
-    """Where the run is, its replicas and relays, the last repack check, what became of lost replicas' trajectories, the ledger."""
+    """Where the run is, whether new groups begin, replicas and relays, lost replicas' trajectories, repacking, the ledger."""
     state = core.state
     return {
         "step": state.trainer.step,
         "steps": core.settings.steps,
         "buffer_groups": len(state.buffer),
+        "new_groups": _new_groups(core),
         "replicas": _replicas(core),
         "relays": _relays(state),
         "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
         "ledger": msgspec.to_builtins(state.ledger),
     }
+
+
+def _new_groups(core: Core) -> str:
+    """Whether replicas that have room are given new groups, else why not."""
+    state, settings = core.state, core.settings
+    if state.stopping:
+        return "no more: the run is stopping"
+    if state.storage_failure:
+        return f"held back until something can be written again: {state.storage_failure}"
+    outstanding = dispatch.num_outstanding(state)
+    texts = {
+        "": "begin wherever a replica has room and its refresh policy lets it",
+        "steps": "no more: what is in flight and buffered is enough for the remaining steps",
+        "ready_groups_max": f"held back by buffer.max_ready_groups: {len(state.buffer)} of {settings.ready_groups_max} wait",
+        "buffer_groups_max": f"held back by buffer.max_groups: {outstanding} of {settings.buffer_groups_max} are in flight"
+        " or buffered",
+    }
+    return texts[dispatch.held_back_by(Turn(state, settings, core.story))]
 
 
 def _replicas(core: Core) -> dict[str, dict[str, object]]:

@@ -28,13 +28,20 @@ def propose(turn: Turn) -> DispatchNew | DispatchQueued | None:
 
 
 def gate_is_open(turn: Turn) -> bool:
-    """Whether a new group is wanted: neither the buffer limit nor the end of the run holds it back."""
+    """Whether a new group is wanted: neither a limit of the buffer nor the end of the run holds it back."""
+    return not held_back_by(turn)
+
+
+def held_back_by(turn: Turn) -> str:
+    """The setting whose limit holds new groups back now; empty if none does."""
     state, settings = turn.state, turn.settings
-    last_leased = max(max(state.steps, default=0), state.trainer.step)
-    wanted = (settings.steps - last_leased) * settings.batch_groups
     if settings.ready_groups_max and len(state.buffer) >= settings.ready_groups_max:
-        return False
-    return num_outstanding(state) < min(settings.buffer_groups_max, wanted)
+        return "ready_groups_max"
+    outstanding = num_outstanding(state)
+    last_leased = max(max(state.steps, default=0), state.trainer.step)
+    if outstanding >= (settings.steps - last_leased) * settings.batch_groups:
+        return "steps"
+    return "buffer_groups_max" if outstanding >= settings.buffer_groups_max else ""
 
 
 def _may_admit(turn: Turn, replica: Replica) -> bool:

@@ -52,7 +52,7 @@ def _runs(options: argparse.Namespace) -> int:
     chosen = optimized(chosen) if options.optimize_split else chosen
     variants = {"run": chosen}
     if options.ablate:
-        variants = {"with repack": chosen, "without repack": replace(chosen, repack=False)}
+        variants = {"with repack": chosen, "without repack": _without_repack(chosen)}
     for name, variant in variants.items():
         world, results[name] = simulate(variant)
         if options.out:
@@ -65,6 +65,11 @@ def _runs(options: argparse.Namespace) -> int:
     for name, result in results.items():
         _complain(name, result)
     return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+def _without_repack(chosen: Scenario) -> Scenario:
+    core = tuple((name, value) for name, value in chosen.core if name != "repack_interval_s")
+    return replace(chosen, repack=False, core=core)
 
 
 def _complain(name: str, result: dict[str, Any]) -> None:
@@ -89,7 +94,7 @@ def _columns(results: dict[str, dict[str, Any]]) -> str:
     for field in SHOWN:
         values = [result.get(field, "") for result in results.values()]
         lines.append(f"{field:36}" + "".join(f"{_number(value):>18}" for value in values))
-    for fault in dict.fromkeys(name for result in results.values() for name in result["faults"]):
+    for fault in dict.fromkeys(name for result in results.values() for name, num in result["faults"].items() if num):
         lines.append(
             f"faults: {fault:28}" + "".join(f"{result['faults'].get(fault, 0):>18}" for result in results.values())
         )

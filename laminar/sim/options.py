@@ -14,6 +14,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import msgspec
 
 from laminar import samplers
+from laminar.core import limits
 from laminar.core.settings import RefreshPolicy, Settings
 from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
@@ -201,7 +202,7 @@ def scenario(options: argparse.Namespace) -> Scenario:
         seed=options.seed, faults=faults.parse(options.faults or ""), core=tuple(core.items()),
         sampler=samplers.load(options.sampler, "--sampler") if options.sampler else None, **chosen,
     )  # fmt: skip
-    _check(found.settings(found.cluster()))
+    _check(core, found.settings(found.cluster()), found.repack)
     return found
 
 
@@ -228,32 +229,27 @@ def settings(assignments: list[str]) -> dict[str, Any]:
     return found
 
 
-def _check(s: Settings) -> None:
-    """Combinations that could never train a batch, as `laminar.config.check` refuses them for real runs."""
-    rules = [
-        (s.group_size < 2, f"group_size={s.group_size}: GRPO compares siblings; 2 or more"),
-        (s.batch_groups < 1, f"batch_groups={s.batch_groups}: 1 or more"),
-        (s.local_batch_groups < 1, f"local_batch_groups={s.local_batch_groups}: 1 or more"),
-        (
-            s.buffer_groups_max < s.batch_groups,
-            f"buffer_groups_max={s.buffer_groups_max}: a batch of {s.batch_groups} groups would never fill",
-        ),
-        (
-            0 < s.ready_groups_max < s.batch_groups,
-            f"ready_groups_max={s.ready_groups_max}: a batch of {s.batch_groups} groups would never fill; 0 = no limit",
-        ),
-        (
-            not 2 <= s.min_group_size <= s.group_size,
-            f"min_group_size={s.min_group_size}: between 2 and group_size={s.group_size}",
-        ),
-        (s.on_stale == "wait" and s.max_staleness is None, "on_stale=wait: needs a bound, max_staleness=…"),
-        (not 0 < s.draining_share <= 1, f"draining_share={s.draining_share:g}: above 0, at most 1"),
-        (not 0 < s.repack_kv_share <= 1, f"repack_kv_share={s.repack_kv_share:g}: above 0, at most 1"),
-        (s.stragglers == "drop" and s.straggler_factor < 1, f"straggler_factor={s.straggler_factor:g}: 1 or more"),
-    ]
-    for failed, message in rules:
-        if failed:
-            raise ConfigError(f"--set {message}")
+PARTNERS = (
+    ("draining_share", "refresh_policy", "continuous", "--policy continuous"),
+    ("staleness_budget", "refresh_policy", "rolling", "--policy rolling"),
+    ("straggler_factor", "stragglers", "drop", "--set stragglers=drop"),
+    ("on_stale", "max_staleness", None, "--set max_staleness=…"),
+)
+"""(a setting, the setting and its value without which it has no effect or, for None, which has to be there; how to get it)."""
+
+
+def _check(core: dict[str, Any], chosen: Settings, repack: bool) -> None:
+    """Settings that could never train a batch, or that were given in vain. Raises ConfigError."""
+    problems = limits.problems(chosen)
+    for name, partner, needed, advice in PARTNERS:
+        value = getattr(chosen, partner)
+        if name in core and (value is None if needed is None else value != needed):
+            problems.append(f"{name} means nothing without {advice}")
+    in_vain = [name for name in core if name.startswith("repack_")]
+    if in_vain and not repack:
+        problems.append(f"{in_vain[0]} means nothing with --repack off")
+    if problems:
+        raise ConfigError(f"the settings cannot work: {'; '.join(problems)}")
 
 
 def _total(options: argparse.Namespace, split: tuple[int, int]) -> int:

@@ -141,13 +141,12 @@ class Scenario:
             trainer_restarts_max=TRAINER_RESTARTS_MAX,
             evaluate=False,
             progress_timeout_s=max(self.progress_timeout_s, FLUSHES_PER_TIMEOUT * self.flush_s),
-            stragglers="drop" if self.straggler_factor else "wait",
-            straggler_factor=self.straggler_factor,
             refresh_policy=self.policy,
             repack_interval_s=5.0 if self.repack else 0.0,
             relay_restarts_max=RELAY_RESTARTS_MAX,
         )
-        return msgspec.structs.replace(settings, **dict(self.core))
+        stragglers: dict[str, Any] = {"stragglers": "drop", "straggler_factor": self.straggler_factor}
+        return msgspec.structs.replace(settings, **((stragglers if self.straggler_factor else {}) | dict(self.core)))
 
     def world(self) -> World:
         """Everything in place, nothing begun."""

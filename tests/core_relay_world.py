@@ -64,10 +64,11 @@ class RelayWorld(World):
         master = self.daemons.get(state.chain.master) if state.chain.master else None
         if master is None or not master.held:
             return
+        newest = max(master.held, key=lambda version: (version.branch, version.step))
         for worker in state.chain.order:
             daemon = self.daemons.get(worker)
-            if daemon and master.held[-1] not in daemon.held:
-                self.pending.append(partial(self._arrive, worker, daemon, master.held[-1]))
+            if daemon and newest not in daemon.held:
+                self.pending.append(partial(self._arrive, worker, daemon, newest))
 
     def _arrive(self, worker: WorkerId, daemon: Daemon, version: Version) -> list[actions.AnyAction]:
         sources = [d for d in self.daemons.values() if version in d.held]

@@ -232,7 +232,7 @@ class World(Driver):
         self.hung: dict[WorkerId, int] = {}
         """Incarnations whose engine answers and does not generate any more."""
         self.operator = False
-        """Somebody holds passes, and applies or skips what they decide."""
+        """Somebody holds passes, applies or skips what they decide, and takes replicas out, which come back later."""
 
     def run(self, events_max: int = 20_000) -> None:
         self._take(self._begin())
@@ -283,8 +283,7 @@ class World(Driver):
 
     def _progress(self, name: str) -> list[actions.AnyAction]:
         replica = self.core.state.replicas[WorkerId(name)]
-        if self.hung.get(WorkerId(name)) == replica.incarnation:
-            return self.report(name, running=replica.num_generating)
+        hangs = self.hung.get(WorkerId(name)) == replica.incarnation
         lengths, finish, reward, fail = {}, [], {}, {}
         for t in replica.attempts:
             record = self.core.state.trajectories[t]
@@ -294,6 +293,8 @@ class World(Driver):
                     reward[t] = self.random.random()
                 elif draw < 0.5 + self.faults:
                     fail[t] = ("infra", "reward_timeout")
+                continue
+            if hangs:
                 continue
             lengths[t] = record.num_tokens + self.random.randint(0, 3)
             if draw < 0.3:
@@ -370,6 +371,8 @@ class World(Driver):
         return []
 
     def _operate(self) -> list[actions.AnyAction]:
+        if self.random.random() < 0.3:
+            return self.send(events.DrainRequested(worker=self.random.choice(list(self.core.state.replicas))))
         name = self.random.choice(["refresh", "dispatch", "repack", "sample"])
         return self.send(events.HoldChanged(pass_name=name, held=self.random.random() < 0.5))
 
@@ -437,6 +440,9 @@ class World(Driver):
 
     def _on_StopWorker(self, action: actions.StopWorker) -> None:
         self.engine.pop(action.worker, None)
+        if not action.lost and action.worker.startswith("r") and not action.worker.startswith("relay"):
+            self.incarnation += 1
+            self.pending.append(partial(self.join, action.worker, self.incarnation))
         if self.hung.pop(action.worker, None) == action.incarnation and not self.core.settings.restarts_max:
             self.incarnation += 1
             self.pending.append(partial(self.join, action.worker, self.incarnation))

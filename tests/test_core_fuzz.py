@@ -1,11 +1,14 @@
 """Whole runs of a seeded world with faults: they end, the ledger closes, nothing is trained twice, one version each."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from laminar.core import actions, ledger
+from tests.core_relay_world import RelayWorld
 from tests.core_world import World, settings
 
 SETTINGS = {
@@ -22,6 +25,10 @@ SETTINGS = {
     "few_prompts": {"num_prompts": 3},
     "hangs": {"progress_timeout_s": 1.0, "repack_interval_s": 0.5},
     "hangs_evaluate": {"progress_timeout_s": 1.0, "evaluate": True, "restarts_max": 3},
+    "continuous": {"refresh_policy": "continuous", "draining_share": 0.34, "steps": 5, "progress_timeout_s": 1.0},
+    "rolling": {"refresh_policy": "rolling", "staleness_budget": 0.5, "steps": 5, "repack_interval_s": 0.5},
+    "parts": {"repack_policy": "parts", "repack_interval_s": 0.3, "group_size": 4, "refresh_policy": "continuous"},
+    "ready_limit": {"ready_groups_max": 2, "refresh_policy": "rolling", "on_stale": "wait", "max_staleness": 2},
 }
 
 
@@ -98,7 +105,93 @@ def test_any_run_stopped_at_any_time_ends_with_a_closed_ledger(
         "buffer_groups_max": batch_groups + extra_groups,
         "local_batch_groups": local_batch_groups,
     }
+    if "ready_groups_max" in SETTINGS[name]:
+        shape["ready_groups_max"] = batch_groups
     world = World(settings(**(SETTINGS[name] | shape)), seed, faults, replicas)
     world.stop_after = stop_after
     world.run()
     check_end(world)
+
+
+# ---- everything at once ------------------------------------------------------------------------------------
+
+ANY_SETTINGS = {
+    "steps": st.integers(1, 6),
+    "group_size": st.integers(1, 4),
+    "batch_groups": st.integers(1, 3),
+    "local_batch_groups": st.integers(1, 3),
+    "refresh_policy": st.sampled_from(["batch", "continuous", "rolling"]),
+    "draining_share": st.sampled_from([0.2, 0.5, 1.0]),
+    "staleness_budget": st.sampled_from([0.0, 0.5, 2.0]),
+    "repack_interval_s": st.sampled_from([0.0, 0.3]),
+    "repack_policy": st.sampled_from(["whole", "parts"]),
+    "stragglers": st.sampled_from(["wait", "drop"]),
+    "straggler_factor": st.sampled_from([0.5, 2.0]),
+    "min_group_size": st.just(1),
+    "on_incomplete": st.sampled_from(["drop", "train"]),
+    "group_versions": st.sampled_from(["regenerate", "mixed"]),
+    "max_staleness": st.sampled_from([None, 0, 1, 3]),
+    "on_stale": st.sampled_from(["drop", "wait"]),
+    "custom_sampler": st.booleans(),
+    "evaluate": st.booleans(),
+    "checkpoint_every": st.integers(0, 2),
+    "checkpoint_pulls": st.booleans(),
+    "await_publication_s": st.sampled_from([0.0, 0.5]),
+    "progress_timeout_s": st.sampled_from([0.0, 1.0]),
+    "restart_backoff_s": st.just(0.01),
+    "restarts_max": st.sampled_from([0, 2, 50]),
+    "relay_restarts_max": st.sampled_from([0, 2, 50]),
+    "trainer_restarts_max": st.sampled_from([0, 2, 50]),
+}
+
+
+@hypothesis_settings(max_examples=120, deadline=None)
+@given(
+    chosen=st.fixed_dictionaries(ANY_SETTINGS),
+    extra_groups=st.integers(0, 4),
+    ready_batches=st.sampled_from([0, 1, 2]),
+    world=st.sampled_from([World, RelayWorld]),
+    seed=st.integers(0, 2**32),
+    faults=st.sampled_from([0.0, 0.05, 0.2]),
+    replicas=st.integers(1, 5),
+    stop_after=st.sampled_from([0, 0, 60]),
+    disk_fills=st.booleans(),
+    operator=st.booleans(),
+)
+def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_the_books(
+    chosen: dict[str, Any],
+    extra_groups: int,
+    ready_batches: int,
+    world: type[World],
+    seed: int,
+    faults: float,
+    replicas: int,
+    stop_after: int,
+    disk_fills: bool,
+    operator: bool,
+) -> None:
+    batch = chosen["batch_groups"]
+    limits = {"buffer_groups_max": batch + extra_groups, "ready_groups_max": batch * ready_batches}
+    run = world(settings(**(chosen | limits)), seed, faults, replicas)
+    run.stop_after, run.disk_fills, run.operator = stop_after, disk_fills, operator
+    run.run()
+    check_end(run)
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(
+    chosen=st.fixed_dictionaries(ANY_SETTINGS),
+    world=st.sampled_from([World, RelayWorld]),
+    seed=st.integers(0, 2**32),
+    restore_each=st.integers(1, 20),
+)
+def test_a_core_restored_from_its_snapshot_goes_on_the_same(
+    chosen: dict[str, Any], world: type[World], seed: int, restore_each: int
+) -> None:
+    logs = []
+    for each in (0, restore_each):
+        run = world(settings(**chosen), seed, 0.1)
+        run.restore_each, run.disk_fills, run.operator = each, True, True
+        run.run()
+        logs.append(run.log)
+    assert logs[0] == logs[1]

@@ -354,3 +354,12 @@ def test_a_first_process_is_starting_then_syncing() -> None:
     d.rank()
     d.ready(d.all(actions.PublishVersion)[-1].version)
     assert status(d, "r0") == health.Status(health=Health.SYNCING, reason="pulls v0")
+
+
+def test_the_clock_starts_when_tokens_are_owed_again_after_tools_not_at_the_last_report_before() -> None:
+    d = driver(buffer_groups_max=8)
+    let_pass(d, 1.0, lambda: d.report("r0", running=0, waiting=0), runs(d, "r1", 0))
+    let_pass(d, 5 * TIMEOUT_S, runs(d, "r1", 0))  # all of r0 is in tools, and it says nothing
+    d.report("r0", running=1)
+    assert alarms(let_pass(d, TIMEOUT_S - 1, runs(d, "r0", 1), runs(d, "r1", 0))) == []
+    assert alarms(let_pass(d, PERIOD_S + 1, runs(d, "r0", 1), runs(d, "r1", 0))) == ["replica-suspect"]

@@ -173,3 +173,36 @@ def test_nothing_is_started_or_awaited_after_the_end() -> None:
 def test_settings_with_which_a_run_would_stand_still_or_break_are_refused(changes: dict[str, object]) -> None:
     (text,) = limits.problems(settings(**changes))
     assert next(iter(changes)) in text or "min_group_size" in text or "straggler_factor" in text
+
+
+# ---- samplers that wait ------------------------------------------------------------------------------------
+
+
+def starved(**changes: object) -> Driver:
+    """Two groups are complete and the custom sampler waits for a third, which r0 generates."""
+    driver = Driver(settings(**({"custom_sampler": True, "buffer_groups_max": 3, "local_batch_groups": 3} | changes)))
+    driver.start("r0")
+    first, second, third = ([t for t in driver.generating("r0") if t % 6 in pair] for pair in ((1, 2), (3, 4), (5, 0)))
+    done = [*first, *second]
+    driver.report("r0", dict.fromkeys(done, 3), finish=done, reward=dict.fromkeys(done, 1.0))
+    assert len(driver.core.state.buffer) == 2
+    assert driver.generating("r0") == third
+    (ask,) = driver.all(actions.AskSampler)
+    driver.send(events.SamplerAnswered(request=ask.request, groups=[]))
+    assert driver.core.state.sampler_starved
+    return driver
+
+
+def test_a_sampler_that_waits_for_a_group_which_is_dropped_does_not_wait_for_ever() -> None:
+    driver = starved(ready_groups_max=2)
+    data_failure = ("data", "reward_error")
+    new = driver.report("r0", fail=dict.fromkeys(driver.generating("r0"), data_failure))
+    assert [alarm.name for alarm in of(new, actions.RaiseAlarm)] == ["sampler"]
+    assert len(of(new, actions.StartTrainStep)) == 1, "no other group can begin while two complete ones wait"
+
+
+def test_a_sampler_that_waits_is_left_alone_while_another_group_may_begin() -> None:
+    driver = starved()
+    new = driver.report("r0", fail=dict.fromkeys(driver.generating("r0"), ("data", "reward_error")))
+    assert of(new, actions.StartGroup)
+    assert driver.core.state.sampler_starved

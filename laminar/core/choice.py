@@ -4,7 +4,7 @@ from laminar.core import bounds, versions
 from laminar.core.actions import AskSampler, RaiseAlarm
 from laminar.core.dispatch import gate_is_open, num_outstanding
 from laminar.core.events import SamplerAnswered
-from laminar.core.records import Group, SamplerRequest, State
+from laminar.core.records import Group, SamplerRequest
 from laminar.core.sampling import BufferView, GroupView, problem
 from laminar.core.training import can_take_batch
 from laminar.core.turn import Turn
@@ -37,7 +37,7 @@ def _group_view(turn: Turn, group: Group) -> GroupView:
 def ask(turn: Turn) -> None:
     """Ask the custom sampler when a batch is wanted and it has not been asked about this buffer."""
     state, settings = turn.state, turn.settings
-    if not settings.custom_sampler or state.sampler_request or state.sampler_answer or state.sampler_starved:
+    if not settings.custom_sampler or state.sampler_request or state.sampler_answer:
         return
     if "sample" in state.holds and state.held:
         return
@@ -45,6 +45,10 @@ def ask(turn: Turn) -> None:
         return
     if bounds.refusal(turn, bounds.oldest_first(turn)[: settings.batch_groups]):
         return  # a group near the bound has to complete first
+    if state.sampler_starved:
+        if not _more_may_come(turn):  # what it waited for was dropped
+            _refuse(turn, _nothing_chosen(turn))
+        return
     state.num_sampler_requests += 1
     state.sampler_request = SamplerRequest(request=state.num_sampler_requests, num_groups=settings.batch_groups)
     turn.emit(
@@ -89,11 +93,23 @@ def _refuse(turn: Turn, fault: str) -> None:
 
 def _starve(turn: Turn) -> None:
     """It waits for something else. If nothing else can come, waiting would be for ever."""
-    state: State = turn.state
-    text = f"the custom sampler chose nothing from {len(state.buffer)} complete groups"
-    more_may_come = gate_is_open(turn) and bounds.admits(turn, turn.trainer_version)
-    if len(state.buffer) >= num_outstanding(state) and not more_may_come:
-        _refuse(turn, f"chose nothing although no other group can complete (the buffer holds {len(state.buffer)})")
+    if not _more_may_come(turn):
+        _refuse(turn, _nothing_chosen(turn))
         return
-    state.sampler_starved = True
+    turn.state.sampler_starved = True
+    text = f"the custom sampler chose nothing from {len(turn.state.buffer)} complete groups"
     turn.emit(RaiseAlarm(cause=turn.cause, name="sampler-starved", text=text))
+
+
+def _nothing_chosen(turn: Turn) -> str:
+    return f"chose nothing although no other group can complete (the buffer holds {len(turn.state.buffer)})"
+
+
+def _more_may_come(turn: Turn) -> bool:
+    """Whether another group is in flight, or may begin under a version that some replica has or may still get."""
+    state = turn.state
+    if len(state.buffer) < num_outstanding(state):
+        return True
+    at_hand = [v for replica in state.replicas.values() for v in (replica.version, replica.target) if v is not None]
+    to_come = [record.version for record in state.versions if record.ready or record.deadline]
+    return gate_is_open(turn) and any(bounds.admits(turn, version) for version in dict.fromkeys([*at_hand, *to_come]))

@@ -82,13 +82,13 @@ def on_report(turn: Turn, event: ReplicaReported) -> None:
     replica = state.replicas.get(event.worker)
     if replica is None or replica.incarnation != event.incarnation:
         return
-    num_tokens, num_generating = state.ledger.tokens.total, replica.num_generating
+    num_tokens, num_generating, owed = state.ledger.tokens.total, replica.num_generating, _owes(replica)
     groups.on_report(turn, event)
     progressed = state.ledger.tokens.total > num_tokens or replica.num_generating < num_generating
     progressed |= event.busy_s > 0 and _evaluates(state, replica)
     if progressed:
         replica.progress_at = turn.at
-    if progressed or not _owes(replica):
+    if progressed or not (owed and _owes(replica)):
         replica.stalled_since = turn.at
         if replica.suspect:
             _quarantine(turn, replica)

@@ -14,6 +14,7 @@ def check(state: State) -> None:
     _check_steps(state)
     _check_relays(state)
     _check_failovers(state)
+    _check_superseded(state)
 
 
 def _check_ledger(state: State) -> None:
@@ -115,3 +116,12 @@ def _check_failovers(state: State) -> None:
     versions = [failover.version for failover in state.failovers.values()]
     assert len(set(versions)) == len(versions), f"two replicas serve one old version: {state.failovers}"
     assert state.failovers.keys() <= state.replicas.keys(), f"{list(state.failovers)} serve, but are lost"
+
+
+def _check_superseded(state: State) -> None:
+    for worker in state.superseded:
+        assert worker in state.replicas, f"{worker} drains to refresh, but is lost"
+        replica = state.replicas[worker]
+        assert replica.version is not None, f"{worker} drains to refresh, but holds nothing"
+        elsewhere = replica.draining or replica.suspect or replica.quarantined or worker in state.failovers
+        assert not elsewhere or state.finished, f"{worker} takes another's turn to drain, but could not admit anyway"

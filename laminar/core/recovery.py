@@ -1,6 +1,6 @@
 """Starting lost workers again: in place, a bounded number of times, with growing pauses; then they are given up.
 
-    lost ──► waiting (backoff · 2^n) ──► starting ──► joined
+    lost ──► waiting (backoff · 2^n, at most BACKOFF_MAX_S) ──► starting ──► joined
                                             └─ ended before it joined ──► waiting … ──► given up after `restarts_max`
 
 A replica that still made progress RESET_S after it had joined has its earlier restarts forgiven, for mere life does not count; a
@@ -16,6 +16,7 @@ from laminar.core.turn import Turn
 from laminar.ids import WorkerId
 
 Role = Literal["rollout", "trainer", "relay"]
+BACKOFF_MAX_S = 300.0  # what has not come back by then is not helped by a longer pause
 RESET_S = 600.0  # crashes ten minutes apart are accidents, not a loop
 
 
@@ -39,7 +40,7 @@ def plan(turn: Turn, worker: WorkerId, reason: str, role: Role = "rollout") -> b
         text = f"{worker} was started again {record.num} times and is given up; the last time: {reason}"
         turn.emit(RaiseAlarm(cause=turn.cause, name="worker-evicted", text=text))
         return False
-    record.due_at = turn.at + settings.restart_backoff_s * 2**record.num
+    record.due_at = turn.at + min(BACKOFF_MAX_S, settings.restart_backoff_s * 2**record.num)
     record.num += 1
     turn.tell(f"will be started again at {record.due_at:.1f}, time {record.num}", story.worker(worker))
     return True

@@ -207,6 +207,12 @@ def test_the_ledger_places_are_the_group_states():
     assert ledger.recount(records.State()).keys() == {"in_flight", "buffered", "leased"}
 
 
+def test_the_architecture_page_has_a_place_for_every_module_of_the_core():
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| about | modules of `laminar/core` |")[2]
+    named = re.findall(r"`(\w+)`", table.partition("\n\n")[0])
+    assert sorted(named) == sorted(path.stem for path in sources("core") if path.stem != "__init__")
+
+
 # ---- size --------------------------------------------------------------------------------------------------
 
 

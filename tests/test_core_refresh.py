@@ -57,32 +57,32 @@ def test_only_a_share_of_the_fleet_drains_at_once() -> None:
     names = ("r0", "r1", "r2", "r3")
     driver = fleet("continuous", *names, draining_share=0.5, buffer_groups_max=16)
     with_a_second_version(driver, "r0", "r1")
-    assert len(driver.core.state.superseded) == 2
+    assert len(driver.core.state.draining_to_refresh) == 2
     for name in names:
-        assert begins_after_an_end(driver, name) == (name not in driver.core.state.superseded)
+        assert begins_after_an_end(driver, name) == (name not in driver.core.state.draining_to_refresh)
 
 
 def test_what_has_begun_to_drain_drains_to_its_end_and_then_the_next_begins() -> None:
     names = ("r0", "r1", "r2", "r3")
     driver = fleet("continuous", *names, draining_share=0.25, buffer_groups_max=16)
     with_a_second_version(driver, "r0")
-    (first,) = driver.core.state.superseded
+    (first,) = driver.core.state.draining_to_refresh
     for name in names:
         if name != first:
             driver.complete_all(name)  # others have less to do now
-    assert list(driver.core.state.superseded) == [first]
+    assert list(driver.core.state.draining_to_refresh) == [first]
     driver.complete_all(first)
     driver.refreshed(first)
-    (second,) = driver.core.state.superseded
+    (second,) = driver.core.state.draining_to_refresh
     assert second != first
 
 
 def test_when_a_draining_replica_is_lost_another_drains_in_its_place() -> None:
     driver = fleet("continuous", "r0", "r1", "r2", draining_share=0.34, buffer_groups_max=16)
     with_a_second_version(driver, "r0")
-    (first,) = driver.core.state.superseded
+    (first,) = driver.core.state.draining_to_refresh
     driver.lost(first)
-    (second,) = driver.core.state.superseded
+    (second,) = driver.core.state.draining_to_refresh
     assert second != first
 
 
@@ -105,8 +105,8 @@ class Watched(World):
         state = self.core.state
         limit = max(1, int(self.core.settings.draining_share * len(state.replicas)))
         if not state.finished:
-            assert len(state.superseded) <= limit
-        self.most_draining = max(self.most_draining, len(state.superseded))
+            assert len(state.draining_to_refresh) <= limit
+        self.most_draining = max(self.most_draining, len(state.draining_to_refresh))
         return new
 
 
@@ -133,21 +133,23 @@ def test_those_that_go_on_under_old_versions_are_within_the_budget_and_nobody_dr
             id=worker, incarnation=1, host="h", num_requests_max=4, kv_tokens_max=100, state=ReplicaState.GENERATING,
             version=Version(4 - age, 0), num_generating=number % 3,
         )  # fmt: skip
-    state.superseded = {w: None for w, r in list(state.replicas.items())[:already] if r.version != Version(4, 0)}
+    state.draining_to_refresh = {
+        w: None for w, r in list(state.replicas.items())[:already] if r.version != Version(4, 0)
+    }
     state.pace = Pace(generation_s=Mean(weight=1.0, total=generation_s), step_s=Mean(weight=1.0, total=100.0))
     state.review_due = True
     chosen = settings(refresh_policy="rolling", staleness_budget=budget)
-    before = list(state.superseded)
+    before = list(state.draining_to_refresh)
     refresh.review(Turn(state, chosen, Story()))
     room = len(ages) * (budget - pace.steps_per_trajectory(state.pace))
-    going_on = [age for number, age in enumerate(ages) if age and f"r{number}" not in state.superseded]
+    going_on = [age for number, age in enumerate(ages) if age and f"r{number}" not in state.draining_to_refresh]
     assert sum(going_on) <= max(0.0, room) + 1e-9
-    if state.superseded:
-        last = list(state.superseded)[-1]
+    if state.draining_to_refresh:
+        last = list(state.draining_to_refresh)[-1]
         age = ages[int(last[1:])]
         assert sum(going_on) + age > room - 1e-9, f"{last} could have gone on"
-    if any(worker not in state.superseded for worker in before):
-        assert all(worker in before for worker in state.superseded), "those that drain already come first"
+    if any(worker not in state.draining_to_refresh for worker in before):
+        assert all(worker in before for worker in state.draining_to_refresh), "those that drain already come first"
 
 
 def test_rolling_lets_replicas_go_on_under_an_old_version_as_far_as_the_budget_reaches() -> None:
@@ -155,7 +157,9 @@ def test_rolling_lets_replicas_go_on_under_an_old_version_as_far_as_the_budget_r
     with_a_second_version(driver, "r0", "r1")
     steps = pace.steps_per_trajectory(driver.core.state.pace)
     assert steps == 0.0, "one step is no pace yet"
-    assert len(driver.core.state.superseded) == 2, "4 replicas, half a version on average: two may be one behind"
+    assert len(driver.core.state.draining_to_refresh) == 2, (
+        "4 replicas, half a version on average: two may be one behind"
+    )
 
 
 def test_the_pace_is_steps_per_trajectory() -> None:

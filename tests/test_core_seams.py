@@ -54,9 +54,9 @@ def test_what_drains_is_chosen_again_when_a_relay_joins_a_host_that_had_none() -
     with_a_second_version(driver, "r1")
     driver.complete_all("r1")
     driver.refreshed("r1")
-    assert list(driver.core.state.superseded) == ["r0"]
+    assert list(driver.core.state.draining_to_refresh) == ["r0"]
     driver.relay("relay-b1", host="b1", rack="b")
-    assert list(driver.core.state.superseded) == [], "its relay has nothing newer, nor anything at all"
+    assert list(driver.core.state.draining_to_refresh) == [], "its relay has nothing newer, nor anything at all"
 
 
 # ---- health and refresh ------------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ def test_what_drains_is_chosen_again_when_a_relay_joins_a_host_that_had_none() -
 def test_a_replica_that_an_operator_takes_out_holds_up_no_refresh() -> None:
     driver = fleet("continuous", "r0", "r1", "r2", draining_share=0.34, buffer_groups_max=16)
     with_a_second_version(driver, "r0")
-    (first,) = driver.core.state.superseded
+    (first,) = driver.core.state.draining_to_refresh
     drain(driver, first)
-    (second,) = driver.core.state.superseded
+    (second,) = driver.core.state.draining_to_refresh
     assert second != first
 
 
@@ -77,9 +77,9 @@ def test_a_suspect_replica_holds_up_no_refresh() -> None:
         "continuous", "r0", "r1", "r2", draining_share=0.34, buffer_groups_max=16, progress_timeout_s=timeout_s
     )
     with_a_second_version(driver, "r0")
-    (first,) = driver.core.state.superseded
+    (first,) = driver.core.state.draining_to_refresh
     hang(driver, first, timeout_s)
-    (second,) = driver.core.state.superseded
+    (second,) = driver.core.state.draining_to_refresh
     assert second != first
 
 
@@ -92,7 +92,7 @@ def test_a_replica_that_serves_an_old_version_holds_up_no_refresh() -> None:
     driver.join("r2", requests=4)
     driver.refreshed("r2")
     assert (driver.core.state.replicas[R1].version, list(driver.core.state.failovers)) == (V0, [R1])
-    assert list(driver.core.state.superseded) == []
+    assert list(driver.core.state.draining_to_refresh) == []
 
 
 def test_one_that_was_suspect_pulls_the_newest_version_before_it_serves_an_old_one() -> None:

@@ -1,6 +1,6 @@
 """The one door of the core: `Core.handle(event) -> actions`.
 
-Handlers record facts. Then `settle` runs the passes until none of them has anything to decide: refresh, dispatch and
+Handlers record facts. Then `_settle` runs the passes until none of them has anything to decide: refresh, repack, dispatch and
 sample yield decisions that can be held (see `laminar.core.decisions`); the rest follows from the facts.
 """
 
@@ -256,6 +256,12 @@ def _run_pass(turn: Turn, name: str) -> bool:
 
 
 def _settle(turn: Turn) -> None:
+    """Decide until nothing is left to decide. The order matters:
+
+    who is wanted for an evaluation or an old version, and who drains, before anybody pulls; a pull before a move or a new group can
+    keep the replica busy; moves before dispatch, which carries them out; what is too old goes before a batch is chosen; a replica
+    leaves, and a batch is leased, by what dispatch has left; whatever that makes free, the next round sees.
+    """
     state = turn.state
     if state.finished:
         return

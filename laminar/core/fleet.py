@@ -95,7 +95,7 @@ def _remove(turn: Turn, replica: Replica, reason: str, *, lost: bool = True) -> 
     del state.replicas[replica.id]
     state.failovers.pop(replica.id, None)
     state.pulls.pop(replica.id, None)
-    state.superseded.pop(replica.id, None)
+    state.draining_to_refresh.pop(replica.id, None)
     state.review_due = True
     state.dirty.pop(replica.id, None)
     state.silent.pop(replica.id, None)
@@ -151,7 +151,7 @@ def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:
     replica.version, replica.target = event.version, None
     del turn.state.pulls[replica.id]
     replica.num_failed_pulls, replica.quarantined = 0, False
-    turn.state.superseded.pop(replica.id, None)
+    turn.state.draining_to_refresh.pop(replica.id, None)
     turn.state.review_due = True
     replica.state = ReplicaState.GENERATING
     replica.admit_left = 0 if replica.id in turn.state.failovers else turn.settings.local_batch_groups

@@ -14,7 +14,7 @@ def check(state: State) -> None:
     _check_steps(state)
     _check_relays(state)
     _check_failovers(state)
-    _check_superseded(state)
+    _check_draining_to_refresh(state)
 
 
 def _check_ledger(state: State) -> None:
@@ -118,8 +118,8 @@ def _check_failovers(state: State) -> None:
     assert state.failovers.keys() <= state.replicas.keys(), f"{list(state.failovers)} serve, but are lost"
 
 
-def _check_superseded(state: State) -> None:
-    for worker in state.superseded:
+def _check_draining_to_refresh(state: State) -> None:
+    for worker in state.draining_to_refresh:
         assert worker in state.replicas, f"{worker} drains to refresh, but is lost"
         replica = state.replicas[worker]
         assert replica.version is not None, f"{worker} drains to refresh, but holds nothing"

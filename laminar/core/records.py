@@ -125,7 +125,7 @@ class Replica(msgspec.Struct, kw_only=True):
     target: Version | None = None
     """Version being pulled while syncing."""
     draining: bool = False
-    """An operator wants it out: it finishes what it has and leaves."""
+    """An operator wants it out: it finishes what it has and leaves. (Those that drain to refresh: `draining_to_refresh`.)"""
     num_failed_pulls: int = 0
     admit_left: int = 0
     """Groups that this local batch may still admit."""
@@ -358,12 +358,12 @@ class State(msgspec.Struct, kw_only=True):
     repack: RepackRecord = msgspec.field(default_factory=RepackRecord)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
     pace: Pace = msgspec.field(default_factory=Pace)
-    superseded: dict[WorkerId, None] = {}
-    """Replicas that drain because a newer version exists (refresh policies `continuous` and `rolling`)."""
+    draining_to_refresh: dict[WorkerId, None] = {}
+    """Replicas that admit nothing because a newer version exists (refresh policies `continuous` and `rolling`)."""
     may_have_aged: bool = False
     """A group began again, or the trainer was restored: live groups may be older than when they were admitted."""
     review_due: bool = False
-    """The fleet or the newest version has changed since `superseded` was chosen."""
+    """The fleet or the newest version has changed since `draining_to_refresh` was chosen."""
     storage_failure: str = ""
     """Why nothing can be written; empty = the disk works."""
     num_drops_in_row: int = 0

@@ -5,8 +5,9 @@
   most a share of the fleet does so at once, oldest version first; the others go on admitting under the version they hold.
 * `rolling`: as `continuous`, but as many go on admitting as a budget of mean staleness has room for.
 
-A replica whose version is not the newest is *superseded*. Which of them drain is chosen anew when that can have changed, not when a
-trajectory ends; one that has begun to drain goes on until it has pulled.
+A replica whose version is not the newest is *superseded*. Which of them drain (`State.draining_to_refresh`) is chosen anew when
+that can have changed, not when a trajectory ends; one that has begun to drain goes on until it has pulled. One that admits
+nothing anyway (suspect, quarantined, taken out by an operator, serving an old version) is not among them: it takes nobody's turn.
 """
 
 from laminar.core import pace, relays
@@ -18,14 +19,14 @@ def may_admit(turn: Turn, replica: Replica) -> bool:
     """Whether the policy lets the replica begin a new group under the version it holds."""
     if turn.settings.refresh_policy == "batch":
         return replica.admit_left > 0 or _begins_local_batch(turn, replica)
-    return _holds_newest(turn, replica) or replica.id not in turn.state.superseded
+    return _holds_newest(turn, replica) or replica.id not in turn.state.draining_to_refresh
 
 
 def gains_when_empty(turn: Turn, replica: Replica) -> bool:
     """Whether the replica could pull something newer, or begin a local batch, were it not for what it generates."""
     if turn.settings.refresh_policy == "batch":
         return replica.admit_left <= 0
-    return replica.id in turn.state.superseded
+    return replica.id in turn.state.draining_to_refresh
 
 
 def admit(turn: Turn, replica: Replica) -> None:
@@ -53,7 +54,7 @@ def review(turn: Turn) -> None:
     state.review_due = False
     behind = _behind(turn)
     num = _num_draining(turn, behind)
-    state.superseded = dict.fromkeys(replica.id for replica, _ in behind[:num])
+    state.draining_to_refresh = dict.fromkeys(replica.id for replica, _ in behind[:num])
     state.dirty.update(dict.fromkeys(replica.id for replica, _ in behind[num:]))
 
 
@@ -64,7 +65,7 @@ def _behind(turn: Turn) -> list[tuple[Replica, int]]:
     ages = {version: age for age, version in enumerate(ready)}
     held = [r for r in turn.state.replicas.values() if _could_admit(turn, r) and not _holds_newest(turn, r)]
     behind = [(r, max(1, ages.get(r.version, len(ready)))) for r in held]  # type: ignore[arg-type]
-    behind.sort(key=lambda row: (row[0].id not in turn.state.superseded, -row[1], row[0].num_generating))
+    behind.sort(key=lambda row: (row[0].id not in turn.state.draining_to_refresh, -row[1], row[0].num_generating))
     return behind
 
 

@@ -198,7 +198,13 @@ def test_a_sampler_that_fails_is_named_and_the_run_goes_on(capsys, tmp_path, bod
 def test_a_run_that_fails_says_why_on_stderr(capsys):
     code, _, err = run(capsys, "--faults", "pull_failed=1")
     assert code == 1
-    assert "error: run: the simulated training failed: no rollout replica is left" in err
+    assert err.startswith("error: run: the simulated training failed: no rollout replica is left")
+    assert err.count("\n") == 1
+
+
+def test_a_run_that_measures_too_little_says_so(capsys):
+    _, _, err = run(capsys)
+    assert err.startswith("note: run: the measured iterations took 48 s, and replicas report every 60 s")
 
 
 def test_a_database_without_trajectories_is_refused(capsys, tmp_path):

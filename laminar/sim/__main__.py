@@ -63,8 +63,16 @@ def _runs(options: argparse.Namespace) -> int:
     _write(options, results)
     print(json.dumps(results, indent=2) if options.json else _columns(results), flush=True)
     for name, result in results.items():
+        _note_window(name, result, chosen.flush_s)
         _complain(name, result)
     return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+def _note_window(name: str, result: dict[str, Any], flush_s: float) -> None:
+    seconds = result["queue"]["seconds"] if "queue" in result else flush_s
+    if seconds < flush_s:
+        text = f"the measured iterations took {seconds:.0f} s, and replicas report every {flush_s:g} s"
+        print(f"note: {name}: {text}: latencies and staleness say little; raise --iterations", file=sys.stderr)
 
 
 def _without_repack(chosen: Scenario) -> Scenario:
@@ -75,6 +83,8 @@ def _without_repack(chosen: Scenario) -> Scenario:
 def _complain(name: str, result: dict[str, Any]) -> None:
     """What a reader of the numbers has to know about them."""
     for alarm, text in result["alarms"].items():
+        if text == result["finished"]:
+            continue
         print(f"alarm: {name}, {result['faults'][f'alarm:{alarm}']} times, the first: {text}", file=sys.stderr)
     if not result["ok"]:
         print(f"error: {name}: the simulated training failed: {result['finished']}", file=sys.stderr)

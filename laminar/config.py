@@ -195,7 +195,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 = only at the end and on a stop."""
     restarts: int = 0
     """A trainer that is lost is started again from its newest checkpoint this often without a further checkpoint in between, while
-    rollouts go on; the steps since are redone. 0 = the run ends."""
+    rollouts go on; the steps since are redone: all of them if there is no checkpoint yet (`checkpoint_every`). 0 = the run ends."""
     keep_last: int = 2
     """Older checkpoints are deleted."""
 

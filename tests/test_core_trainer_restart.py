@@ -33,7 +33,7 @@ def test_a_lost_trainer_is_started_again_as_a_whole_after_a_pause_and_people_are
     d = driver()
     new = d.lost(RANK)
     assert [a.name for a in of(new, actions.RaiseAlarm)] == ["trainer-lost"]
-    assert "started again from its checkpoint" in of(new, actions.RaiseAlarm)[0].text
+    assert "started again from the beginning, without a checkpoint" in of(new, actions.RaiseAlarm)[0].text
     assert [(a.worker, a.incarnation) for a in of(new, actions.StopWorker)] == [(RANK, 1)]
     assert not of(new, actions.StartWorker), "not at once"
     assert d.core.next_deadline() == pytest.approx(d.at + 1.0)

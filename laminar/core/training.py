@@ -97,7 +97,12 @@ def _abandon(turn: Turn, why: str) -> None:
     if not recovery.plan(turn, trainer.launch, why, "trainer"):
         turn.fail(why)
         return
-    turn.emit(RaiseAlarm(cause=turn.cause, name="trainer-lost", text=f"{why}; it is started again from its checkpoint"))
+    since = (
+        f"its checkpoint of step {trainer.checkpoint}"
+        if trainer.checkpoint > 0
+        else "the beginning, without a checkpoint"
+    )
+    turn.emit(RaiseAlarm(cause=turn.cause, name="trainer-lost", text=f"{why}; it is started again from {since}"))
     for rank, incarnation in ranks.items():
         turn.emit(StopWorker(cause=turn.cause, worker=rank, incarnation=incarnation, reason=why, lost=False))
 

@@ -145,7 +145,7 @@ ANY_SETTINGS = {
 }
 
 
-@hypothesis_settings(max_examples=120, deadline=None)
+@hypothesis_settings(max_examples=250, deadline=None)
 @given(
     chosen=st.fixed_dictionaries(ANY_SETTINGS),
     extra_groups=st.integers(0, 4),
@@ -178,7 +178,7 @@ def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_
     check_end(run)
 
 
-@hypothesis_settings(max_examples=30, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(
     chosen=st.fixed_dictionaries(ANY_SETTINGS),
     world=st.sampled_from([World, RelayWorld]),

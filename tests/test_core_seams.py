@@ -105,6 +105,24 @@ def test_one_that_was_suspect_pulls_the_newest_version_before_it_serves_an_old_o
     assert pulls(driver.complete_all("r1")) == [("r1", V1, "relay")]
 
 
+def test_what_starts_again_does_not_keep_a_replica_from_its_refresh() -> None:
+    driver = fleet("continuous", "r0", "r1", "r2", draining_share=0.34, buffer_groups_max=16)
+    with_a_second_version(driver, "r0")
+    for _ in range(2):
+        (name,) = driver.core.state.draining_to_refresh
+        driver.complete_all(name)
+        driver.refreshed(name)
+    (last,) = driver.core.state.draining_to_refresh
+    driver.step_done()
+    driver.ready(driver.all(actions.PublishVersion)[-1].version)
+    driver.dropped(V0)
+    new = driver.lost(last)
+    (draining,) = driver.core.state.draining_to_refresh
+    again = [start.worker for start in of(new, actions.StartGroup)]
+    assert again
+    assert draining not in again
+
+
 # ---- leaving and being lost --------------------------------------------------------------------------------
 
 

@@ -81,6 +81,7 @@ def _for_siblings(turn: Turn, group: Group) -> DispatchQueued | None:
     if scoring and not (is_gone and len(scoring) < len(queued)):
         return _queued_to(able, group, scoring)
     admitting = [replica for replica in able if not (replica.draining or replica.id in state.failovers)]
+    admitting = [replica for replica in admitting if replica.id not in state.draining_to_refresh] or admitting
     return _queued_to(admitting, group, queued, restart=True) if admitting and is_gone else None
 
 

@@ -39,7 +39,7 @@ class Health(StrEnum):
     SYNCING = "syncing"
     GENERATING = "generating"
     DRAINING = "draining"
-    """It finishes what it has and begins nothing new: to refresh, or to leave."""
+    """It finishes what it has and begins nothing new: to refresh, to serve an old version, or to leave."""
     SUSPECT = "suspect"
     DEAD = "dead"
     QUARANTINED = "quarantined"
@@ -211,6 +211,9 @@ def status(turn: Turn, replica: Replica) -> Status:
         return Status(health=Health.SYNCING, reason=pulls)
     if replica.draining:
         return Status(health=Health.DRAINING, reason=f"an operator takes it out: {left}")
+    if replica.id in turn.state.failovers:
+        old = turn.state.failovers[replica.id].version
+        return Status(health=Health.DRAINING, reason=f"it serves {old}, which no other replica holds: {left}")
     if replica.num_generating and not refresh.may_admit(turn, replica):
         return Status(health=Health.DRAINING, reason=f"it begins no more groups under {replica.version}: {left}")
     return Status(health=Health.GENERATING, reason=f"{replica.num_generating} trajectories under {replica.version}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from laminar.core import repack
+from laminar.core import repack, spread
 from laminar.core.repack import Load, Plan
 from laminar.ids import Version, WorkerId
 from tests import naive_repack
@@ -76,16 +76,35 @@ def row(kind: str, size: int, repeats: int, naive_repeats: int) -> str:
     )
 
 
+def parts_row(kind: str, size: int, repeats: int) -> str:
+    """One line of the table of `repack.policy = "parts"`."""
+    costs = []
+    for seed in range(repeats):
+        result, cost = timed(spread.plan, fleet(kind, size, seed))
+        costs.append(cost)
+    emptied = len({move.source for move in result.moves})
+    return f"| {kind} | {size:,} | {len(result.moves):,} | {emptied:,} | {statistics.median(costs):.2f} |"
+
+
 def main() -> None:
     """Run all measurements and print them as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="up to 1,024 replicas, fewer fleets")
-    quick = parser.parse_args().quick
+    parser.add_argument("--parts", action="store_true", help="only the plans in parts")
+    options = parser.parse_args()
+    quick = options.quick
     print(f"{platform.machine()}, Python {platform.python_version()}, one core\n")
-    print("| fleet | replicas | moves | median ms | word for word, ms | ratio |")
+    sizes = [size for size in SIZES if not quick or size <= 1024]
+    print("in parts:\n\n| fleet | replicas | moves | emptied | median ms |\n|---|---|---|---|---|")
+    for kind in ("tail", "short", "versions"):
+        for size in sizes:
+            print(parts_row(kind, size, 9 if quick else 25), flush=True)
+    if options.parts:
+        return
+    print("\nwhole:\n\n| fleet | replicas | moves | median ms | word for word, ms | ratio |")
     print("|---|---|---|---|---|---|")
     for kind in ("tail", "short", "versions"):
-        for size in [size for size in SIZES if not quick or size <= 1024]:
+        for size in sizes:
             naive_repeats = 3 if size <= 1024 else 1  # minutes at 8,192
             print(row(kind, size, 9 if quick else 25, naive_repeats), flush=True)
 

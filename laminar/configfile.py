@@ -20,7 +20,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from laminar.config import Config, Section, check
+from laminar.config import Config, Section
+from laminar.configrules import check
 from laminar.errors import ConfigError
 from laminar.plugins import is_file_reference
 

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.config import Config, ModelConfig, check
+from laminar.config import Config, ModelConfig
+from laminar.configrules import check
 from laminar.errors import ConfigError
 
 

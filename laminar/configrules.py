@@ -1,0 +1,176 @@
+"""Which configurations cannot work, or would silently do nothing: `check` names the keys and what to write.
+
+What depends on more than the configuration is checked where it is known: `laminar.core.limits` (settings of the core, a replica's
+KV capacity), `laminar.controller.plan` (hosts).
+"""
+
+from typing import Any
+
+import msgspec
+
+from laminar.config import Config
+from laminar.errors import ConfigError
+
+
+def check(config: Config) -> Config:
+    """`config` itself. Raises ConfigError for a combination that cannot work, naming the keys."""
+    problems = (
+        _out_of_range(config) + _without_effect(config) + [message for failed, message in _rules(config) if failed]
+    )
+    if problems:
+        raise ConfigError("the configuration cannot work:\n  " + "\n  ".join(problems))
+    return config
+
+
+_PARTNERS: tuple[tuple[str, str, Any], ...] = (
+    ("rollout.draining_share", "rollout.refresh_policy", "continuous"),
+    ("rollout.staleness_budget", "rollout.refresh_policy", "rolling"),
+    ("repack.policy", "repack.enabled", True),
+    ("buffer.straggler_factor", "buffer.stragglers", "drop"),
+)
+"""(a key, the key and the value without which it has no effect)."""
+
+
+def _without_effect(c: Config) -> list[str]:
+    """Keys that were changed in vain."""
+    return [
+        f"{key} = {_shown(_value(c, key))} means nothing without {partner} = {_shown(needed)}"
+        for key, partner, needed in _PARTNERS
+        if _value(c, key) != _value(Config(), key) and _value(c, partner) != needed
+    ]
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+_LEAST: dict[str, int] = {
+    "model.context_tokens_max": 0,
+    "task.size": 1,
+    "task.reward_workers": 1,
+    "task.eval_prompts": 0,
+    "rollout.max_concurrent": 1,
+    "rollout.local_batch_groups": 0,
+    "rollout.num_retries": 0,
+    "rollout.await_publication_s": 0,
+    "rollout.length_floor_median": 0,
+    "rollout.length_floor_p99": 0,
+    "buffer.max_groups": 0,
+    "trainer.checkpoint_every": 0,
+    "trainer.restarts": 0,
+    "trainer.micro_batch_tokens": 1,
+}
+"""Smallest value that means something."""
+_POSITIVE = (
+    "task.reward_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s", "controller.orphan_timeout_s",
+    "controller.start_timeout_s", "controller.log_commit_s",
+)  # fmt: skip
+"""Time limits: at 0 whatever they limit would be given up before it began."""
+
+
+def _out_of_range(c: Config) -> list[str]:
+    values = {key: _value(c, key) for key in (*_LEAST, *_POSITIVE)}
+    low = [f"{key} = {values[key]}: {least} or more" for key, least in _LEAST.items() if values[key] < least]
+    return low + [f"{key} = {values[key]}: above 0" for key in _POSITIVE if values[key] <= 0]
+
+
+def _value(c: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(c, section), name)
+
+
+def _rules(c: Config) -> list[tuple[bool, str]]:
+    return [
+        (not c.model.path, "model.path is empty: name a directory with a Hugging Face model"),
+        (c.run.steps < 1, f"run.steps = {c.run.steps}: at least one step"),
+        (
+            c.rollout.group_size < 2,
+            f"rollout.group_size = {c.rollout.group_size}: GRPO compares siblings, a group of one has no advantage;"
+            " use 2 or more",
+        ),
+        (c.rollout.max_tokens < 1, f"rollout.max_tokens = {c.rollout.max_tokens}: at least 1"),
+        (
+            c.rollout.temperature <= 0,
+            f"rollout.temperature = {c.rollout.temperature}: training samples, use more than 0",
+        ),
+        (not 0 < c.rollout.top_p <= 1, f"rollout.top_p = {c.rollout.top_p}: between 0 (excluded) and 1"),
+        (c.rollout.top_k < 0, f"rollout.top_k = {c.rollout.top_k}: 0 (off) or more"),
+        (c.rollout.flush_interval_s <= 0, "rollout.flush_interval_s must be above 0"),
+        (
+            0 < c.rollout.progress_timeout_s < 4 * c.rollout.flush_interval_s or c.rollout.progress_timeout_s < 0,
+            f"rollout.progress_timeout_s = {c.rollout.progress_timeout_s}: at least 4 x rollout.flush_interval_s, at which tokens"
+            " are reported; or 0 for no limit",
+        ),
+        (c.trainer.batch_prompts < 1, f"trainer.batch_prompts = {c.trainer.batch_prompts}: at least 1"),
+        (
+            not 1 <= c.trainer.mini_batches <= c.trainer.batch_prompts,
+            f"trainer.mini_batches = {c.trainer.mini_batches}: between 1 and trainer.batch_prompts = {c.trainer.batch_prompts}",
+        ),
+        (
+            c.buffer_groups_max < c.trainer.batch_prompts,
+            f"buffer.max_groups = {c.buffer.max_groups}: a batch of trainer.batch_prompts = {c.trainer.batch_prompts}"
+            " would never fill; use at least that",
+        ),
+        (
+            not 2 <= c.buffer.min_group_size <= c.rollout.group_size,
+            f"buffer.min_group_size = {c.buffer.min_group_size}: between 2 and rollout.group_size = {c.rollout.group_size}",
+        ),
+        (
+            c.buffer.straggler_factor < 1,
+            f"buffer.straggler_factor = {c.buffer.straggler_factor}: at least 1, or half of all answers would be late",
+        ),
+        (
+            c.repack.interval_s <= 0,
+            f"repack.interval_s = {c.repack.interval_s}: above 0 (repack.enabled = false turns it off)",
+        ),
+        (
+            c.buffer.max_staleness < -1,
+            f"buffer.max_staleness = {c.buffer.max_staleness}: 0 or more, or -1 for no bound",
+        ),
+        (
+            c.buffer.on_stale == "wait" and c.buffer.max_staleness < 0,
+            'buffer.on_stale = "wait" means nothing without a bound: set buffer.max_staleness',
+        ),
+        (
+            c.buffer.on_incomplete == "train" and c.buffer.min_group_size == c.rollout.group_size,
+            f'buffer.on_incomplete = "train" means nothing: buffer.min_group_size = {c.buffer.min_group_size} is the'
+            " whole group; lower it",
+        ),
+        (
+            c.buffer.stragglers == "drop" and c.buffer.min_group_size == c.rollout.group_size,
+            f'buffer.stragglers = "drop" means nothing: buffer.min_group_size = {c.buffer.min_group_size} is the'
+            " whole group; lower it",
+        ),
+        (
+            0 < c.model.context_tokens_max <= c.rollout.max_tokens,
+            f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
+            f" {c.rollout.max_tokens} leave no room for a prompt",
+        ),
+        (
+            0 < c.rollout.length_floor_p99 < c.rollout.length_floor_median,
+            f"rollout.length_floor_p99 = {c.rollout.length_floor_p99}: below rollout.length_floor_median ="
+            f" {c.rollout.length_floor_median}",
+        ),
+        (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
+        (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
+        (c.rollout.staleness_budget < 0, f"rollout.staleness_budget = {c.rollout.staleness_budget}: 0 or more"),
+        (
+            c.buffer.max_ready_groups != 0 and c.buffer.max_ready_groups < c.trainer.batch_prompts,
+            f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: a batch of trainer.batch_prompts ="
+            f" {c.trainer.batch_prompts} would never fill; use at least that, or 0",
+        ),
+        (
+            c.buffer.max_ready_groups >= c.buffer_groups_max > 0,
+            f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: never reached, new groups are held back at"
+            f" {c.buffer_groups_max} in flight or buffered (buffer.max_groups); use less than that, or 0",
+        ),
+        (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
+        (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
+        (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
+        (c.relay.restarts < 0, f"relay.restarts = {c.relay.restarts}: 0 or more"),
+        (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
+        (
+            c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,
+            "controller.heartbeat_timeout_s must be more than twice controller.heartbeat_s",
+        ),
+    ]

@@ -4,6 +4,7 @@ A policy is *efficient* at a point if no other there is both faster and fresher 
 the same for all, so that only the policy differs.
 """
 
+import math
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -105,7 +106,7 @@ def _means(rows: list[dict[str, Any]], heads: list[tuple[str, int]]) -> str:
 def figure(rows: list[dict[str, Any]], path: Path) -> list[Path]:
     """A panel per point: throughput over mean staleness, the efficient policies joined by a line. PNG and SVG."""
     heads = list(dict.fromkeys((row["model"], row["gpus"]) for row in rows))
-    columns = min(3, len(heads))
+    columns = math.ceil(math.sqrt(len(heads)))
     lines = -(-len(heads) // columns)
     drawing, axes = pyplot().subplots(
         lines, columns, figsize=(5.5 * columns, 4.2 * lines + 1.2), layout="constrained", squeeze=False

@@ -8,7 +8,7 @@ Invariants:
 * If the destination is lost or no longer fits, the trajectory is queued like any other of its version.
 """
 
-from laminar.core import groups, health, refresh, repack, spread, story
+from laminar.core import dispatch, groups, health, refresh, repack, spread, story
 from laminar.core.actions import AbortAttempts
 from laminar.core.decisions import Repack, Transfer
 from laminar.core.records import Replica, TrajectoryState
@@ -74,7 +74,7 @@ def load(turn: Turn, replica: Replica) -> repack.Load:
         kv_max=int(settings.repack_kv_share * replica.kv_tokens_max),
         requests_max=requests_max,
         requests_max_by=source,
-        gains=refresh.gains_when_empty(turn, replica),
+        gains=dispatch.gate_is_open(turn) and refresh.gains_when_empty(turn, replica),
     )
 
 

@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     requests_max_by: str = "as configured"
     """Where B is from, for the explanation."""
     gains: bool = True
-    """Whether it could begin something once it is empty; only `laminar.core.spread` asks."""
+    """Whether it would begin something once it is empty; only `laminar.core.spread` asks."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

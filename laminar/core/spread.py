@@ -19,7 +19,7 @@ def plan(loads: list[Load]) -> Plan:
 
 
 NOT_REACHED = "candidate, but it comes after the last source that could be emptied"
-NO_USE = "candidate, but it has no use for being emptied"
+NO_USE = "candidate, but of no use when empty: it has nothing newer to pull, or new groups are held back"
 
 
 class _Ends:

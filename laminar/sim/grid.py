@@ -12,8 +12,8 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -156,20 +156,30 @@ def _measured(
             signal.SIGTERM, signal.default_int_handler
         )  # as Ctrl-C: no child outlives this process
         try:
-            futures = {pool.submit(measure, point): point for point in missing}
+            futures = _submitted(pool, measure, missing)
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
             for child in multiprocessing.active_children():
-                child.terminate()  # a point can take minutes, and an unfinished one is worth nothing
+                child.kill()  # a point can take minutes, and an unfinished one is worth nothing
             raise
         finally:
             signal.signal(signal.SIGTERM, terminated)
 
 
+def _submitted(
+    pool: ProcessPoolExecutor, measure: Callable[[Point], dict[str, Any]], missing: list[Point]
+) -> dict[Future[dict[str, Any]], Point]:
+    """All points, handed to processes that begin, and so live, with Ctrl-C blocked. It reaches all processes of a terminal, and one
+    that it ends while it starts would leave the pool waiting for it; only the parent acts on it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return {pool.submit(measure, point): point for point in missing}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin_process() -> None:
-    """Ctrl-C reaches all processes of a terminal; only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.set_threshold(GC_THRESHOLD)
 
 

@@ -32,6 +32,11 @@ def gate_is_open(turn: Turn) -> bool:
     return not held_back_by(turn)
 
 
+def wants_room(turn: Turn) -> bool:
+    """Whether an emptied replica would soon have something to begin: a full buffer empties with the next batch, other limits last."""
+    return held_back_by(turn) in ("", "ready_groups_max")
+
+
 def held_back_by(turn: Turn) -> str:
     """The setting whose limit holds new groups back now; empty if none does."""
     state, settings = turn.state, turn.settings

@@ -74,7 +74,7 @@ def load(turn: Turn, replica: Replica) -> repack.Load:
         kv_max=int(settings.repack_kv_share * replica.kv_tokens_max),
         requests_max=requests_max,
         requests_max_by=source,
-        gains=dispatch.gate_is_open(turn) and refresh.gains_when_empty(turn, replica),
+        gains=dispatch.wants_room(turn) and refresh.gains_when_empty(turn, replica),
     )
 
 

@@ -33,7 +33,7 @@ def gate_is_open(turn: Turn) -> bool:
 
 
 def wants_room(turn: Turn) -> bool:
-    """Whether an emptied replica would soon have something to begin: a full buffer empties with the next batch, other limits last."""
+    """Whether an emptied replica would soon have something to begin: a full buffer empties with the next batch."""
     return held_back_by(turn) in ("", "ready_groups_max")
 
 

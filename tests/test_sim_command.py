@@ -239,6 +239,11 @@ def test_two_processes_make_the_same_rows_as_one(tmp_path, capsys):
     assert not multiprocessing.active_children()
 
 
+def _heed_interrupts():
+    """What a shell starts with `&`, these tests for example, inherits that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("stop", [lambda pid: os.killpg(pid, signal.SIGINT), lambda pid: os.kill(pid, signal.SIGTERM)])
 def test_a_stopped_grid_leaves_whole_lines_and_no_processes(tmp_path, stop):
     command = [
@@ -255,7 +260,9 @@ def test_a_stopped_grid_leaves_whole_lines_and_no_processes(tmp_path, stop):
         "2",
     ]
     command += ["--out", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, process_group=0, preexec_fn=_heed_interrupts
+    ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("[1/16"), "a first point is done, others are on the way"
         stop(process.pid)

@@ -1,0 +1,81 @@
+"""Messages of every worker's session, whatever its role: greeting, heartbeat, end."""
+
+import msgspec
+
+from laminar.ids import WorkerId
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# ---- worker -> controller ----------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First frame of a worker, on every (re)connect."""
+
+    protocol: int
+    worker: WorkerId
+    role: str
+    """``rollout``, ``trainer`` or ``relay``."""
+    incarnation: int
+    """Start time of the worker process in ms since the epoch: a restarted worker's is higher."""
+    boot: int = 0
+    """Boot number of the controller last spoken to, 0 if none."""
+    received: int = 0
+    """Highest frame number received from the controller in this session."""
+    pid: int = 0
+    host: str = ""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Unreliable, both ways, every `heartbeat_s`. Also carries acknowledgements (in the envelope)."""
+
+    lag_s: float = 0.0
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True):
+    """The worker cannot go on and exits after this frame."""
+
+    reason: str
+    """One line for people."""
+    detail: str = ""
+    """Traceback or the last log lines."""
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """The worker stops because it was told to; the loss of its channel is no fault."""
+
+
+# ---- controller -> worker ----------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Answer to Hello. A worker refuses a boot number lower than one it has seen."""
+
+    protocol: int
+    boot: int
+    run_id: str
+    received: int
+    """Highest frame number received from this worker's session."""
+    config: bytes
+    """msgpack of `laminar.config.Config`, resolved."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """Answer to Hello; the worker exits and shows the reason."""
+
+    reason: str
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """Say Goodbye, clean up, exit 0."""
+
+    reason: str
+
+
+FromAny = Hello | Heartbeat | WorkerFailed | Goodbye
+ToAny = Welcome | Refused | Stop | Heartbeat

@@ -104,6 +104,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     progress_timeout_s: float = 60.0
     """A replica whose engine has work and gives no token for this long gets nothing more, and after as long again it is lost and
     started again; 0 = it may take for ever. Longer than one prefill of the longest context takes; docs/policies/health.md."""
+    canary_tolerance: float = -1.0
+    """After each pull a replica computes log-probs of a fixed sequence and is lost when they differ from the trainer's by more than
+    this, in nats a token on average; -1 = 0.01 for float32 weights and 0.3 for 16-bit ones; 0 = no such check."""
     restarts: int = 2
     """A replica that is lost is started again this often, with growing pauses, before it is given up."""
     num_retries: int = 3

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 from laminar.errors import StartError
 from laminar.ids import Version
-from laminar.workers.engines.base import Output, Request, SamplingParams
+from laminar.workers.engines.base import Output, Request, SamplingParams, WeightsBroken
 from laminar.workers.engines.embedded import EmbeddedEngine
 from laminar.workers.relay.manifest import Manifest, Snapshot
 
@@ -441,7 +441,7 @@ async def test_weights_that_break_half_way_end_the_engine_loudly(models, monkeyp
         assert submitted.wait(WAIT_S)
         raise RuntimeError("device lost (simulated)")
 
-    monkeypatch.setattr("laminar.workers.engines.embedded.copy_weights", fail)
+    monkeypatch.setattr("laminar.workers.engines.weights.copy_weights", fail)
     async with running(models("qwen3")) as driver:
         loading = asyncio.create_task(
             driver.engine.load_weights(Version(1, 0), snapshot_of(load(models("qwen3", seed=1))))
@@ -449,14 +449,28 @@ async def test_weights_that_break_half_way_end_the_engine_loudly(models, monkeyp
         await asyncio.sleep(0)
         driver.engine.submit(request(0, 4))
         submitted.set()
-        with pytest.raises(RuntimeError, match="half-way: RuntimeError: device lost"):
+        with pytest.raises(WeightsBroken, match=r"half-way \(RuntimeError: device lost"):
             await asyncio.wait_for(loading, WAIT_S)
         await driver.wait()
-        assert driver.outputs[0].finish_reason == "error: RuntimeError: device lost (simulated)"
+        assert driver.outputs[0].finish_reason.startswith("error: WeightsBroken: the weights broke half-way")
         with pytest.raises(RuntimeError, match="dead"):
             driver.engine.submit(request(1, 4))
         with pytest.raises(RuntimeError, match="dead"):
             await driver.engine.load_weights(Version(2, 0), snapshot_of(load(models("qwen3"))))
+
+
+async def test_logprobs_of_a_sequence_are_those_of_a_plain_forward_and_wait_for_no_running_request(models):
+    tokens = [5, 9, 2, 7, 7, 1, 30]
+    plain = load(models("qwen3"))
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    async with running(models("qwen3")) as driver:
+        found = await asyncio.wait_for(driver.engine.logprobs(tokens), WAIT_S)
+        driver.engine.submit(request(0, 40))
+        with pytest.raises(RuntimeError, match="cannot compute log-probs: 1 requests are running"):
+            await driver.engine.logprobs(tokens)
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
 
 
 async def test_a_request_submitted_during_a_load_runs_on_the_new_weights(models):

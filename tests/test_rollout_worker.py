@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from laminar import wire
 from laminar.config import Config, ControllerConfig, ModelConfig, RolloutConfig, TaskConfig
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version
+from laminar.workers.canary import Canary, CanaryError, canary_tokens
 from laminar.workers.engines.causal_lm import CausalLM
 from laminar.workers.link import Link
 from laminar.workers.relay.manifest import Manifest
@@ -89,7 +90,7 @@ def relay(model: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def publish(daemon: Daemon, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+def publish(daemon: Daemon, version: Version, tensors: dict[str, torch.Tensor], canary: Canary | None = None) -> None:
     layout = [(name, "float32", tuple(tensor.shape), 4) for name, tensor in tensors.items()]
     manifest = Manifest.plan(layout)
     with daemon.client() as client:
@@ -97,7 +98,15 @@ def publish(daemon: Daemon, version: Version, tensors: dict[str, torch.Tensor]) 
         assert buffer is not None
         for spec, tensor in zip(manifest.tensors, tensors.values(), strict=True):
             buffer[spec.offset : spec.offset + spec.num_bytes] = tensor.contiguous().numpy().tobytes()
-        client.commit(version)
+        client.commit(version, canary)
+
+
+def canary_of(model: torch.nn.Module) -> Canary:
+    tokens = torch.tensor(canary_tokens(97))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+    logprobs = logits.float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return Canary(tokens.tolist(), logprobs.tolist())
 
 
 def digest_of(daemon: Daemon, version: Version) -> str:
@@ -518,6 +527,37 @@ async def test_what_began_under_an_old_version_goes_on_under_it_when_the_replica
         await bench.until("rewarded", 2)
         assert len(bench.all_of("finished")) == 2
         assert bench.all_of("failed") == []
+
+
+async def test_a_pull_whose_canary_agrees_with_the_trainer_says_by_how_much(config: Config, model: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    with running_daemon() as daemon:
+        tensors = {name: each.detach() for name, each in plain.named_parameters()}
+        publish(daemon, V0, tensors, canary_of(plain))
+        async with running(config, daemon) as bench:
+            await bench.hold()
+            (refreshed,) = bench.end.of(wire.Refreshed)
+    assert refreshed.canary_difference is not None
+    assert refreshed.canary_difference < 1e-4
+
+
+async def test_weights_that_are_not_those_of_their_version_end_the_worker(config: Config, model: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    tensors = {name: each.detach() for name, each in plain.named_parameters()}
+    with running_daemon() as daemon:
+        # one layer's weights of this version are those of another model
+        wrong = {name: each * 0 if "layers.1" in name and "norm" in name else each for name, each in tensors.items()}
+        publish(daemon, V0, wrong, canary_of(plain))
+        async with controller_end(config) as end:
+            link = Link(end.url, worker="rollout-0", role="rollout", token=TOKEN)
+            life = asyncio.create_task(RolloutWorker(link, relay_directory=daemon.directory).run())
+            await end.until(lambda: bool(end.of(wire.RolloutReady)), 40.0)
+            await end.send(wire.Refresh(version=V0, digest=digest_of(daemon, V0)))
+            async with asyncio.timeout(40):
+                with pytest.raises(CanaryError, match=r"differ by .* nats a token from the trainer's"):
+                    await life
+            assert not end.of(wire.Refreshed)
+            assert "canary" in end.of(wire.WorkerFailed)[0].reason
 
 
 async def test_a_version_that_the_relay_does_not_hold_is_refused_and_the_held_one_kept(

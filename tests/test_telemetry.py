@@ -136,8 +136,9 @@ async def test_idle_ratios_and_rates_are_of_the_window(world: World) -> None:
     world.telemetry._window.started = world.runtime.now() - 10.0
     world.telemetry.on_message(ROLLOUT, report(300, busy_s=1.0, interval_s=4.0))
     world.telemetry.on_message(WorkerId("rollout-1"), report(100, busy_s=3.0, interval_s=4.0))
-    for wait_s in (0.1, 0.3):
-        world.telemetry.on_message(ROLLOUT, wire.Refreshed(version=Version(4, 0), digest="d", wait_s=wait_s))
+    for wait_s, canary in ((0.1, 0.02), (0.3, 0.04), (0.2, None)):
+        pulled = wire.Refreshed(version=Version(4, 0), digest="d", wait_s=wait_s, canary_difference=canary)
+        world.telemetry.on_message(ROLLOUT, pulled)
     world.telemetry.on_message(WorkerId("trainer-0/0"), wire.ShardsWritten(version=Version(4, 0), stall_s=1.0))
     world.step_done(**{"timing/step_s": 4.0, "num_tokens/trained": 50.0})
     [metrics] = world.telemetry.history
@@ -148,7 +149,9 @@ async def test_idle_ratios_and_rates_are_of_the_window(world: World) -> None:
     assert metrics["perf/trainer_idle_ratio"] == pytest.approx(1 - 5.0 / wall_s)
     assert metrics["perf/rollout_idle_ratio"] == pytest.approx(0.5)
     assert metrics["perf/rollout_wait_s"] == pytest.approx(0.2)
-    assert (metrics["rollout/num_pulls"], metrics["perf/publication_stall_s"]) == (2.0, 1.0)
+    assert metrics["canary/logprob_abs_diff/mean"] == pytest.approx(0.03)
+    assert metrics["canary/logprob_abs_diff/max"] == 0.04
+    assert (metrics["rollout/num_pulls"], metrics["perf/publication_stall_s"]) == (3.0, 1.0)
     assert world.telemetry._window.tokens_generated == 0, "a new window began"
 
 
@@ -225,6 +228,9 @@ def trainers_names() -> set[str]:
 
 
 async def test_every_metric_is_documented_and_every_documented_one_exists(world: World) -> None:
+    world.telemetry.on_message(
+        ROLLOUT, wire.Refreshed(version=Version(4, 0), digest="d", wait_s=0.1, canary_difference=0.0)
+    )
     world.step_done()
     emitted = (set(world.telemetry.history[0]) - {"step"}) | trainers_names()
     assert len(trainers_names()) > 15

@@ -84,6 +84,14 @@ def compare_published(directory: Path, model: str, dtype: torch.dtype) -> None:
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name].detach().to(dtype)), name
         del found, tensor
+        assert lease.canary is not None
+        tokens = torch.tensor(lease.canary.tokens)
+        with torch.no_grad():
+            plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(input_ids=tokens[None]).logits[
+                0, :-1
+            ]
+        logprobs = plain.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(lease.canary.logprobs), logprobs, atol=1e-4, rtol=0)
 
 
 def publish_nowhere(config: Config, directory: Path) -> str | None:

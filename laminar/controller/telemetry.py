@@ -26,6 +26,7 @@ class Window(msgspec.Struct, kw_only=True):
     interval_s: dict[WorkerId, float] = {}
     wait_s: float = 0.0
     num_pulls: int = 0
+    canary_differences: list[float] = []
     stall_s: float = 0.0
     num_failed: int = 0
 
@@ -53,6 +54,8 @@ class Telemetry:
         elif isinstance(message, wire.Refreshed):
             self._window.wait_s += message.wait_s
             self._window.num_pulls += 1
+            if message.canary_difference is not None:
+                self._window.canary_differences.append(message.canary_difference)
             self._span(worker, "pull", message.wait_s, message.version)
         elif isinstance(message, wire.ShardsWritten):
             self._window.stall_s += message.stall_s
@@ -127,7 +130,9 @@ class Telemetry:
         wall = max(1e-9, event.at - window.started)
         busy, interval = sum(window.busy_s.values()), sum(window.interval_s.values())
         working = event.metrics.get("timing/step_s", 0.0) + window.stall_s
+        canaries = _mean_max(window.canary_differences) if window.canary_differences else {}
         return {
+            **{f"canary/logprob_abs_diff/{key}": value for key, value in canaries.items()},
             "timing/wall_s": wall,
             "perf/generation_tokens_per_s": window.tokens_generated / wall,
             "perf/training_tokens_per_s": event.metrics.get("num_tokens/trained", 0.0) / wall,

@@ -115,6 +115,8 @@ class Refreshed(Message, frozen=True, kw_only=True):
     version: Version
     digest: str
     wait_s: float
+    canary_difference: float | None = None
+    """Mean |Δ log-prob| of the canary between this engine and the trainer, nats per token; None = the version has no canary."""
 
 
 class RefreshFailed(Message, frozen=True, kw_only=True):

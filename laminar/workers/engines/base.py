@@ -10,8 +10,13 @@ from typing import Protocol
 
 import msgspec
 
+from laminar.errors import LaminarError
 from laminar.ids import Version
 from laminar.workers.relay.manifest import Snapshot
+
+
+class WeightsBroken(LaminarError):
+    """A load failed half-way: the engine holds no version whole and must be ended."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +95,11 @@ class Engine(Protocol):
     def usage(self) -> Usage: ...
 
     async def load_weights(self, version: Version, snapshot: Snapshot) -> None:
-        """Replace all weights from a leased relay slot. RuntimeError if a request runs. On any error the old weights stay whole."""
+        """Replace all weights from a leased relay slot. RuntimeError if a request runs. On any error but WeightsBroken the old
+        weights stay whole."""
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of `tokens[1:]`, each given those before it, at temperature 1. RuntimeError if a request runs."""
 
     async def stop(self) -> None:
         """Free everything. Safe to call twice."""

@@ -83,6 +83,12 @@ class CausalLM:
         self.cache.end_decode()
         return logits
 
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of `tokens[1:]`, each given those before it, at temperature 1; uses no row."""
+        ids = self._tensor(np.array([tokens]))
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        return logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+
     def _forward(
         self, ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor] | None
     ) -> torch.Tensor:

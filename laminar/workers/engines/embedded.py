@@ -4,7 +4,7 @@
     submit ──► waiting (FIFO) ──────────────► admit, prefill ─► rows ─► decode, one token per row, forever
     abort  ──► marks the request ───────────► its row leaves between tokens
     drain  ◄── new tokens ◄─────────────────── after every step
-    load_weights ──► job ───────────────────► runs while there are no rows
+    load_weights, logprobs ──► job ─────────► runs while there are no rows
 
 Invariants:
 * Row i of the KV cache, of the sampling columns and of `_rows` is the same request.
@@ -25,17 +25,18 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 import torch
 
 from laminar.ids import Version
-from laminar.workers.engines.base import Output, Request, Usage
+from laminar.workers.engines.base import Output, Request, Usage, WeightsBroken
 from laminar.workers.engines.causal_lm import CausalLM
 from laminar.workers.engines.live import Live
 from laminar.workers.engines.sampling import SamplingRows
-from laminar.workers.engines.weights import checked_tensors, copy_weights
+from laminar.workers.engines.weights import replace_weights
 from laminar.workers.relay.manifest import Snapshot
 
 PREFILL_TOKENS_MAX = 4096  # padded tokens of one prefill, so running requests wait for one short forward only
@@ -45,12 +46,14 @@ STOP_TIMEOUT_S = 60.0  # one forward of a large model on a slow CPU; only then d
 
 log = structlog.get_logger()
 
+_Result = TypeVar("_Result")
 
-class _Load(msgspec.Struct):
-    """One weight replacement for the decode thread."""
 
-    snapshot: Snapshot
-    done: "concurrent.futures.Future[None]"
+class _Job(msgspec.Struct):
+    """Something for the decode thread to do with the model. WeightsBroken out of it ends the thread."""
+
+    work: Callable[[CausalLM], Any]
+    done: "concurrent.futures.Future[Any]"
 
 
 class EmbeddedEngine:
@@ -93,7 +96,7 @@ class EmbeddedEngine:
         self._kv_reserved = 0
         self._ended: list[int] = []
         """Keys whose `on_finish` call is on its way to the loop."""
-        self._loads: deque[_Load] = deque()
+        self._jobs: deque[_Job] = deque()
         self._steps_since_join = 0
         self._busy_s = 0.0
         self._closed: str | None = "the engine has not been started"
@@ -171,17 +174,24 @@ class EmbeddedEngine:
 
         On either the old weights stay whole. Returns, also when cancelled, only after the snapshot was last read.
         """
+        await self._idle_job(f"load weights {version}", lambda model: replace_weights(model.parameters, snapshot))
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of `tokens[1:]`, each given those before it, at temperature 1. RuntimeError if a request runs or waits."""
+        return await self._idle_job("compute log-probs", lambda model: model.logprobs(tokens))
+
+    async def _idle_job(self, what: str, work: Callable[[CausalLM], _Result]) -> _Result:
         with self._changed:
             self._check_open()
             unfinished = sum(live.finish_reason is None for live in self._live.values())
             if unfinished:
-                raise RuntimeError(f"cannot load weights {version}: {unfinished} requests are running or waiting")
-            load = _Load(snapshot, concurrent.futures.Future())
-            self._loads.append(load)
+                raise RuntimeError(f"cannot {what}: {unfinished} requests are running or waiting")
+            job = _Job(work, concurrent.futures.Future())
+            self._jobs.append(job)
             self._changed.notify()
-        done = asyncio.wrap_future(load.done)
+        done = asyncio.wrap_future(job.done)
         try:
-            await asyncio.shield(done)
+            return await asyncio.shield(done)
         except asyncio.CancelledError:
             await asyncio.wait([done])
             raise
@@ -223,16 +233,16 @@ class EmbeddedEngine:
     def _wait_for_work(self) -> bool:
         """Block until a step can do something; False once the engine is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._loads or self._waiting or self._rows)
+            self._changed.wait_for(lambda: self._closed or self._jobs or self._waiting or self._rows)
             return self._closed is None
 
     def _step(self, model: CausalLM) -> None:
-        """Weights, or leavers, joiners and one token for everybody else."""
+        """A job, or leavers, joiners and one token for everybody else."""
         began = time.monotonic()
         with self._changed:
-            load = self._loads.popleft() if self._loads else None
-        if load is not None:
-            self._load(model, load)
+            job = self._jobs.popleft() if self._jobs else None
+        if job is not None:
+            self._do(model, job)
         self._drop_aborted(model)
         with self._changed:
             joining = self._admit()
@@ -271,8 +281,8 @@ class EmbeddedEngine:
         return joining
 
     def _num_fitting(self) -> int:
-        """How many requests from the head of the queue could join now; none while weights are to be replaced."""
-        if self._loads:
+        """How many requests from the head of the queue could join now; none while a job waits."""
+        if self._jobs:
             return 0
         room = min(len(self._waiting), self.num_requests_max - len(self._rows))
         kv_tokens = self._kv_reserved
@@ -338,19 +348,17 @@ class EmbeddedEngine:
             self._kv_reserved = 0
         log.error("embedded_engine_step_failed", num_requests=num_failed, traceback=_traceback(error))
 
-    def _load(self, model: CausalLM, load: _Load) -> None:
-        """Check, then copy. A copy that fails leaves mixed weights, which end the engine."""
+    def _do(self, model: CausalLM, job: _Job) -> None:
+        """Errors are raised where the job is awaited; broken weights end the engine as well."""
         try:
-            tensors = checked_tensors(model.parameters, load.snapshot)
-        except Exception as error:  # noqa: BLE001 - raised where load_weights is awaited; nothing was written yet
-            load.done.set_exception(error)
-            return
-        try:
-            copy_weights(model.parameters, tensors)
-        except Exception as error:
-            load.done.set_exception(RuntimeError(f"the weights broke half-way: {_describe(error)}"))
+            result = job.work(model)
+        except WeightsBroken as error:
+            job.done.set_exception(error)
             raise
-        load.done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - see above
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(result)
 
     def _finish_all(self, reason: str) -> None:
         with self._changed:
@@ -359,9 +367,9 @@ class EmbeddedEngine:
                     self._finish(live, reason)
             self._rows.clear()
             self._waiting.clear()
-            for load in self._loads:
-                load.done.set_exception(RuntimeError(self._closed))
-            self._loads.clear()
+            for job in self._jobs:
+                job.done.set_exception(RuntimeError(self._closed))
+            self._jobs.clear()
 
     def _finish(self, live: Live, reason: str) -> None:
         live.finish_reason = reason

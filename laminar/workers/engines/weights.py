@@ -5,9 +5,21 @@ Invariant: nothing is written before every name, shape and dtype of the version 
 
 import torch
 
+from laminar.workers.engines.base import WeightsBroken
 from laminar.workers.relay.manifest import Snapshot
 
 NAMES_SHOWN = 3  # a wrong model mismatches everywhere; the first few names say which
+
+
+def replace_weights(parameters: dict[str, torch.Tensor], snapshot: Snapshot) -> None:
+    """Check, then copy. Raises ValueError as `checked_tensors` does, WeightsBroken when the copy fails half-way."""
+    tensors = checked_tensors(parameters, snapshot)
+    try:
+        copy_weights(parameters, tensors)
+    except Exception as error:
+        raise WeightsBroken(
+            f"the weights broke half-way ({type(error).__name__}: {error}): restart the worker"
+        ) from error
 
 
 def checked_tensors(parameters: dict[str, torch.Tensor], snapshot: Snapshot) -> dict[str, torch.Tensor]:

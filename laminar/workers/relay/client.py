@@ -28,6 +28,7 @@ from typing import Self, TypeVar
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
+from laminar.workers.canary import Canary
 from laminar.workers.relay import protocol
 from laminar.workers.relay.digest import digest
 from laminar.workers.relay.manifest import Manifest, Snapshot
@@ -77,14 +78,15 @@ class RelayClient:
             self._publications[version] = (rank, view)
             return view
 
-    def commit(self, version: Version) -> None:
+    def commit(self, version: Version, canary: Canary | None = None) -> None:
         """This rank's bytes are written. Returns at once; READY follows when all ranks committed and it is digested.
 
+        The canary that one rank gives comes with every lease of the version.
         Raises RelayError if it is lost, or was not begun here.
         """
         with self._lock:
             rank = self._end_publication(version)
-            self._ask_here(protocol.Commit(version=version, rank=rank), protocol.Done)
+            self._ask_here(protocol.Commit(version=version, rank=rank, canary=canary), protocol.Done)
 
     def abandon(self, version: Version, reason: str = "no reason given") -> None:
         """Give a begun version up; it is lost for all ranks. Raises RelayError if it was not begun here."""
@@ -176,6 +178,7 @@ class Lease:
     def __init__(self, connection: "_Connection", leased: protocol.Leased, timeout_s: float) -> None:
         self.version = leased.version
         self.digest = leased.digest
+        self.canary = leased.canary
         self._connection, self._lease, self._timeout_s = connection, leased.lease, timeout_s
         # Copy-on-write: torch warns about read-only buffers, and so a stray write stays with the process that made it.
         num_bytes = leased.manifest.num_bytes

@@ -214,7 +214,7 @@ class RelayServer:
     def _commit(self, connection: _Connection, request: protocol.Commit) -> protocol.Done:
         self._check_writer(connection, request.version, request.rank)
         del connection.writing[request.version, request.rank]
-        complete = self._table.commit(request.version, request.rank)
+        complete = self._table.commit(request.version, request.rank, request.canary)
         if complete is not None:
             self._start(self._finish(complete), f"digest of {request.version}")
         return protocol.Done()
@@ -238,7 +238,14 @@ class RelayServer:
         assert slot.version is not None
         assert slot.manifest is not None
         file = self._files.names[slot.index]
-        return protocol.Leased(lease=lease, version=slot.version, digest=slot.digest, file=file, manifest=slot.manifest)
+        return protocol.Leased(
+            lease=lease,
+            version=slot.version,
+            digest=slot.digest,
+            file=file,
+            manifest=slot.manifest,
+            canary=slot.canary,
+        )
 
     async def _wait_until_ready(self, version: Version | None, wait_s: float) -> None:
         def decided() -> bool:

@@ -10,6 +10,7 @@ import msgspec
 
 from laminar.errors import LaminarError, ProtocolError
 from laminar.ids import Version
+from laminar.workers.canary import Canary
 from laminar.workers.relay.manifest import Manifest
 
 FRAME_BYTES_MAX = 16 << 20  # a manifest of 100k tensors (a large mixture of experts) is about 10 MB
@@ -35,10 +36,11 @@ class Begin(_Struct, frozen=True, kw_only=True):
 
 
 class Commit(_Struct, frozen=True, kw_only=True):
-    """The rank has written all its bytes."""
+    """The rank has written all its bytes. One of the ranks brings the canary, if there is one."""
 
     version: Version
     rank: int
+    canary: Canary | None = None
 
 
 class Abandon(_Struct, frozen=True, kw_only=True):
@@ -84,6 +86,7 @@ class Leased(_Struct, frozen=True, kw_only=True):
     digest: str
     file: str
     manifest: Manifest
+    canary: Canary | None = None
 
 
 class Refusal(_Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from laminar.ids import Version
+from laminar.workers.canary import Canary
 from laminar.workers.relay.manifest import ALIGN, Manifest, TensorSpec
 from laminar.workers.relay.protocol import RelayError
 
@@ -49,6 +50,7 @@ class Slot(msgspec.Struct, kw_only=True):
     digest: str = ""
     blocks: bytes = b""
     """Digests of its blocks, 16 bytes each."""
+    canary: Canary | None = None
     leases: dict[int, None] = {}
 
     @property
@@ -94,7 +96,7 @@ class SlotTable:
         self._join(slot, manifest, rank, world_size)
         return slot
 
-    def commit(self, version: Version, rank: int) -> Slot | None:
+    def commit(self, version: Version, rank: int, canary: Canary | None = None) -> Slot | None:
         """The slot, once all ranks have committed; None before. Raises RelayError for a version that is lost."""
         slot = self._writer(version, rank, "commit")
         del slot.writing[rank]
@@ -104,6 +106,7 @@ class SlotTable:
                 f"commit of {version} by rank {rank}: the version is lost ({slot.lost}); publish the next one"
             )
         slot.committed[rank] = None
+        slot.canary = canary or slot.canary
         return slot if slot.complete else None
 
     def leave(self, version: Version, rank: int, reason: str) -> None:

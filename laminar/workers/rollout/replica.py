@@ -22,9 +22,11 @@ from laminar.config import Config
 from laminar.errors import LaminarError
 from laminar.ids import TrajectoryId, Version
 from laminar.tasks.rewards import Reward, RewardPool
-from laminar.workers.engines.base import Engine
+from laminar.workers.canary import TOLERANCES, CanaryError, Sighting, judge
+from laminar.workers.engines.base import Engine, WeightsBroken
 from laminar.workers.link import Link
-from laminar.workers.relay.client import RelayClient
+from laminar.workers.relay.client import Lease, RelayClient
+from laminar.workers.relay.manifest import Snapshot
 from laminar.workers.rollout.evaluation import EvaluationError, Evaluator
 from laminar.workers.rollout.progress import Attempt, Interval, Progress
 from laminar.workers.rollout.requests import Requests
@@ -38,6 +40,13 @@ QUIET_TIMEOUT_S = 60.0  # for aborted and evaluation requests to leave the engin
 LEASE_WAIT_S = 5.0  # a refresh is ordered once the relay has the version; this covers a relay that was restarted
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+
+
+def canary_tolerance(config: Config, snapshot: Snapshot) -> float:
+    """Mean |Δ log-prob| at which the canary fails; by the dtype of the weights unless it is configured."""
+    if config.rollout.canary_tolerance >= 0:
+        return config.rollout.canary_tolerance
+    return max((TOLERANCES.get(spec.dtype, 0.0) for spec in snapshot.manifest.tensors), default=0.0)
 
 
 class RefreshError(LaminarError):
@@ -60,12 +69,15 @@ class Replica:
         self.version: Version | None = None
         self._link, self._engine, self._rewards, self._codec, self._relay = link, engine, rewards, codec, relay
         self._spawn = spawn
+        self._config = config
         self._flush_interval_s = config.rollout.flush_interval_s
         self._requests = Requests(engine, config.rollout, codec.stop_ids)
         self._progress = Progress()
         self._evaluator = Evaluator(self._requests, codec, rewards)
         self._held: deque[wire.AssignGroup] = deque()
         self._refreshing = False
+        self._sighting: Sighting | None = None
+        """Of the canary, at the last pull."""
         self._drain_planned = False
         self._report_now, self._quiet = asyncio.Event(), asyncio.Event()
         self._reported_load = (0, 0)
@@ -217,19 +229,21 @@ class Replica:
             return
         self._refreshing = True
         try:
-            wait_s = await self._load(order)
+            refreshed = await self._load(order)
+        except (WeightsBroken, CanaryError):
+            raise  # nothing can be generated with this engine any more
         except (LaminarError, RuntimeError, ValueError, OSError, TimeoutError) as error:
             reason = f"{order.version} was not loaded: {str(error) or type(error).__name__}"
             log.warning("refresh_failed", reason=reason)
             self._link.send(wire.RefreshFailed(version=order.version, reason=reason))
         else:
             self.version = order.version
-            self._link.send(wire.Refreshed(version=order.version, digest=order.digest, wait_s=wait_s))
+            self._link.send(refreshed)
         finally:
             self._refreshing = False
 
-    async def _load(self, order: wire.Refresh) -> float:
-        """Seconds without decoding: from the end of the last request to the new weights."""
+    async def _load(self, order: wire.Refresh) -> wire.Refreshed:
+        """Pull and look. Decoding stops from the end of the last request to the canary's answer."""
         async with asyncio.timeout(QUIET_TIMEOUT_S):
             await self._until_quiet()
         self.report()
@@ -239,9 +253,21 @@ class Replica:
             if lease.digest != order.digest:
                 raise RefreshError(f"the relay has digest {lease.digest}, the order says {order.digest}")
             await self._engine.load_weights(order.version, lease.snapshot)
+            difference = await self._look(lease)
         finally:
             await asyncio.to_thread(lease.release)
-        return time.monotonic() - began
+        wait_s = time.monotonic() - began
+        return wire.Refreshed(version=order.version, digest=order.digest, wait_s=wait_s, canary_difference=difference)
+
+    async def _look(self, lease: Lease) -> float | None:
+        """Difference of the version's canary; None if it has none. Raises CanaryError."""
+        if lease.canary is None:
+            return None
+        before, self._sighting = self._sighting, None
+        now = Sighting(lease.canary, await self._engine.logprobs(lease.canary.tokens))
+        judge(now, before, canary_tolerance(self._config, lease.snapshot))
+        self._sighting = now
+        return now.difference
 
     async def _until_quiet(self) -> None:
         """Wait for aborted and evaluation requests, which end by themselves; raises when others run."""

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from laminar.errors import ConfigError, StartError
 from laminar.rl.losses import token_logprobs
 from laminar.rl.packing import Lengths, MicroBatch, Tokens, collate, plan_lines
+from laminar.workers.canary import Canary, canary_tokens
 
 LAYER_PARAMETERS_MIN = 1 << 20
 """Smaller layers stay in the root's FSDP unit: their all-gathers would be latency only."""
@@ -149,8 +151,16 @@ class Policy:
         assert self._index is not None, "call the policy, not the model"
         return (inputs[0].flatten(0, 1).index_select(0, self._index),)
 
-    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs with gradient, entropies without), float32 (N,) for the N response tokens of `batch`, on the device."""
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding, as its configuration says."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs with gradient, entropies without), float32 (N,) for the N response tokens of `batch`, on the device.
+
+        `temperature` None: that of the rollouts.
+        """
         self._index = batch.index
         output = self.model(
             input_ids=batch.input_ids,
@@ -159,12 +169,27 @@ class Policy:
             use_cache=False,
         )
         self._index = None
-        return token_logprobs(output.logits, batch.targets, self._temperature)
+        return token_logprobs(output.logits, batch.targets, self._temperature if temperature is None else temperature)
 
     @torch.no_grad()
     def frozen_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs (N,) without a graph."""
         return self.logprobs(batch)[0]
+
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        """What the present weights say of the fixed sequence; every rank must call it."""
+        tokens = canary_tokens(self.vocab_size)
+        row = Tokens(
+            np.array(tokens[:1], np.int32),
+            np.array(tokens[1:], np.int32),
+            np.zeros(len(tokens) - 1, np.float32),
+            np.ones(len(tokens) - 1, bool),
+        )
+        batch = collate(((0,),), {0: row}).to(self._device)
+        logprobs, _ = self.logprobs(batch, temperature=1.0)
+        self.drop_gathered()
+        return Canary(tokens, logprobs.tolist())
 
     def drop_gathered(self) -> None:
         """Forget weights gathered by forward passes that no backward pass followed; the shards may change after this."""
@@ -202,8 +227,6 @@ class Policy:
 
 
 def _sample_tokens(prompt: list[int], response: list[int]) -> Tokens:
-    import numpy as np
-
     count = len(response)
     return Tokens(
         np.array(prompt, np.int32), np.array(response, np.int32), np.zeros(count, np.float32), np.ones(count, bool)

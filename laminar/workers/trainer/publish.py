@@ -4,6 +4,7 @@ Invariant: all ranks agree on the outcome; a version is written by all of them o
 """
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from laminar.errors import LaminarError
 from laminar.ids import Version
+from laminar.workers.canary import Canary
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.relay.manifest import Manifest, TensorSpec
 from laminar.workers.trainer.collective import first_failure
@@ -68,15 +70,28 @@ def _write(part: LocalParameter, spec: TensorSpec, slot: memoryview) -> int:
     return view.numel() * view.element_size()
 
 
-def publish(parameters: list[LocalParameter], manifest: Manifest, client: RelayClient, version: Version) -> Publication:
-    """Write one version; every rank calls it. A relay that fails costs the version, never the trainer."""
+def publish(
+    parameters: list[LocalParameter],
+    manifest: Manifest,
+    client: RelayClient,
+    version: Version,
+    canary: Callable[[], Canary | None],
+) -> Publication:
+    """Write one version; every rank calls it. A relay that fails costs the version, never the trainer.
+
+    `canary` is called, on all ranks, only when there is a slot to write to.
+    """
     started = time.perf_counter()
-    failure = _write_version(parameters, manifest, client, version)
+    failure = _write_version(parameters, manifest, client, version, canary)
     return Publication(time.perf_counter() - started, failure)
 
 
 def _write_version(
-    parameters: list[LocalParameter], manifest: Manifest, client: RelayClient, version: Version
+    parameters: list[LocalParameter],
+    manifest: Manifest,
+    client: RelayClient,
+    version: Version,
+    canary: Callable[[], Canary | None],
 ) -> str | None:
     """Why it failed, the same on every rank. Ranks agree before they write, so that none commits what another cannot."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -91,9 +106,10 @@ def _write_version(
         return agreed
     if slot is None:
         return "superseded by a newer publication: no slot of the relay is free"
+    seen = canary()
     try:
         write_rows(parameters, manifest, slot, rank)
-        client.commit(version)
+        client.commit(version, seen if rank == 0 else None)
     except (OSError, LaminarError) as error:
         failure = f"the relay failed: {error}"
     return first_failure(failure)

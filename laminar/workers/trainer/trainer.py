@@ -14,6 +14,7 @@ import torch.distributed as dist
 from laminar import wire
 from laminar.config import Config
 from laminar.ids import Version, derive_seed
+from laminar.workers.canary import Canary
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.trainer import checkpoint
 from laminar.workers.trainer.batch import Fetch
@@ -46,6 +47,7 @@ class Trainer:
         self.version: Version | None = None
         """Name of the current weights; None once a step has changed them, until they are published."""
         self._source = Path(config.model.path)
+        self._with_canary = config.rollout.canary_tolerance != 0
         torch.manual_seed(derive_seed(config.run.seed, self.rank))
         dtype = compute_dtype(config.trainer.precision, device)
         self.model = load_model(config.model.path, activation_checkpointing=config.trainer.activation_checkpointing)
@@ -79,9 +81,12 @@ class Trainer:
 
     def publish(self, version: Version, client: RelayClient) -> Publication:
         """Write the current weights to the relay as `version`."""
-        publication = publish(self.parameters, self.manifest, client, version)
+        publication = publish(self.parameters, self.manifest, client, version, self._canary)
         self.version = version
         return publication
+
+    def _canary(self) -> Canary | None:
+        return self.policy.canary() if self._with_canary else None
 
     def save(self, path: Path, *, step: int, data_state: bytes) -> float:
         """Write a checkpoint; its seconds. Raises checkpoint.CheckpointError on all ranks."""

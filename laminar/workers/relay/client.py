@@ -185,7 +185,7 @@ class Lease:
         path = connection.directory / leased.file
         self._mapping = _map_slot(path, num_bytes, mmap.MAP_PRIVATE, whole=False)
         self._view = memoryview(self._mapping)
-        self.snapshot = Snapshot(leased.manifest, self._view)
+        self.snapshot = Snapshot(leased.manifest, self._view, path=path, digest=leased.digest)
 
     @property
     def buffer(self) -> memoryview:

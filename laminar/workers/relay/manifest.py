@@ -1,6 +1,7 @@
 """The layout of one weight version: a flat byte range with tensors at 256-byte boundaries (design §4.1)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,10 +45,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Snapshot:
-    """A leased, complete version: read-only views of its tensors, no copy. Valid until the lease is released."""
+    """A leased, complete version: read-only views of its tensors, no copy. Valid until the lease is released.
 
-    def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
+    `path` is the file whose first bytes are the version, for another process to map; None = in this process's memory only.
+    """
+
+    def __init__(self, manifest: Manifest, buffer: memoryview, *, path: Path | None = None, digest: str = "") -> None:
         self.manifest = manifest
+        self.path = path
+        self.digest = digest
         self._buffer = buffer
 
     def tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:

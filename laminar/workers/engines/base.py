@@ -19,6 +19,10 @@ class WeightsBroken(LaminarError):
     """A load failed half-way: the engine holds no version whole and must be ended."""
 
 
+class EngineError(LaminarError):
+    """The engine cannot work any more; only a new one can."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled."""
 
@@ -100,6 +104,9 @@ class Engine(Protocol):
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Of `tokens[1:]`, each given those before it, at temperature 1. RuntimeError if a request runs."""
+
+    async def watch(self) -> None:
+        """Runs while the engine can work. Raises EngineError, saying why, once it cannot; requests may be left unfinished then."""
 
     async def stop(self) -> None:
         """Free everything. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""One request inside the embedded engine, from `submit` to the drain that delivers its finish."""
+"""One request inside an engine, from `submit` to the drain that delivers its finish."""
 
 import time
 from typing import Self

@@ -37,9 +37,7 @@ class Bench:
 
     def submit(self, key: int, *, prompt: int = 4, prefix: int = 0, **sampling: object) -> None:
         params = SamplingParams(**{"max_tokens": 10, **sampling})
-        self.engine.submit(
-            Request(key=key, prompt_tokens=[1] * prompt, prefix_tokens=[2] * prefix, sampling=params)
-        )
+        self.engine.submit(Request(key=key, prompt_tokens=[1] * prompt, prefix_tokens=[2] * prefix, sampling=params))
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(30):
@@ -297,9 +295,7 @@ async def test_the_flags_of_an_attached_server_are_looked_at(config: dict, why: 
 
     fake.app.router.add_get("/server_info", info)
     async with TestServer(fake.app) as server:
-        engine = VllmEngine(
-            AttachedServer(str(server.make_url(""))), logprobs_mode=RAW, num_requests_max=8, stall_s=0
-        )
+        engine = VllmEngine(AttachedServer(str(server.make_url(""))), logprobs_mode=RAW, num_requests_max=8, stall_s=0)
         try:
             with pytest.raises(StartError, match=why) if why else contextlib.nullcontext():
                 await engine.start(lambda key: None)

@@ -151,7 +151,7 @@ async def test_a_server_ends_with_the_worker_that_started_it(tmp_path: Path) -> 
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    worker = subprocess.Popen(
+    worker = subprocess.Popen(  # noqa: ASYNC220 - the test is of processes
         [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(FAKE.parent.parent)},
     )  # fmt: skip

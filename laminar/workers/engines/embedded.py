@@ -32,7 +32,7 @@ import structlog
 import torch
 
 from laminar.ids import Version
-from laminar.workers.engines.base import Output, Request, Usage, WeightsBroken
+from laminar.workers.engines.base import EngineError, Output, Request, Usage, WeightsBroken
 from laminar.workers.engines.causal_lm import CausalLM
 from laminar.workers.engines.live import Live
 from laminar.workers.engines.sampling import SamplingRows
@@ -80,11 +80,9 @@ class EmbeddedEngine:
                 f"kv_tokens_max {kv_tokens_max} not negative"
             )
         self.num_requests_max = num_requests_max
-        self.context_tokens_max = context_tokens_max
-        self.kv_tokens_max = kv_tokens_max
+        self.context_tokens_max, self.kv_tokens_max = context_tokens_max, kv_tokens_max
         self.num_requests_memory_bound = 0
-        self._model_path = model_path
-        self._dtype = dtype
+        self._model_path, self._dtype = model_path, dtype
         self._model: CausalLM | None = None
         self._sampling = SamplingRows(num_requests_max)
         self._thread: threading.Thread | None = None
@@ -97,8 +95,7 @@ class EmbeddedEngine:
         self._ended: list[int] = []
         """Keys whose `on_finish` call is on its way to the loop."""
         self._jobs: deque[_Job] = deque()
-        self._steps_since_join = 0
-        self._busy_s = 0.0
+        self._steps_since_join, self._busy_s = 0, 0.0
         self._closed: str | None = "the engine has not been started"
 
     # ---- event loop ----------------------------------------------------------------------------------------
@@ -107,7 +104,7 @@ class EmbeddedEngine:
         """Load the model and start decoding. Raises StartError. Sets the limits that were 0."""
         if self._thread is not None:
             raise RuntimeError("the engine was started before: make a new one")
-        self._on_finish = on_finish
+        self._on_finish, self._thread_ended = on_finish, asyncio.Event()
         self._loop = asyncio.get_running_loop()
         model = await asyncio.to_thread(
             CausalLM, self._model_path, self.num_requests_max, self.context_tokens_max, self._dtype
@@ -196,6 +193,10 @@ class EmbeddedEngine:
             await asyncio.wait([done])
             raise
 
+    async def watch(self) -> None:
+        await self._thread_ended.wait()
+        raise EngineError(self._closed)
+
     async def stop(self) -> None:
         """End all requests with ``abort``, join the thread, free model and cache. Safe to call twice."""
         with self._changed:
@@ -229,6 +230,8 @@ class EmbeddedEngine:
             log.error("embedded_engine_died", model=self._model_path, traceback=_traceback(error))
         self._finish_all(reason)
         model.cache.clear()
+        with contextlib.suppress(RuntimeError):  # see `_finish`
+            self._loop.call_soon_threadsafe(self._thread_ended.set)
 
     def _wait_for_work(self) -> bool:
         """Block until a step can do something; False once the engine is closed."""

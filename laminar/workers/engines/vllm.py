@@ -26,7 +26,7 @@ import structlog
 
 from laminar.ids import Version
 from laminar.workers.engines import vllm_stream
-from laminar.workers.engines.base import EngineError, Output, Request, SamplingParams, Usage
+from laminar.workers.engines.base import EngineError, Output, Request, SamplingParams, Usage, WeightsBroken
 from laminar.workers.engines.live import Live
 from laminar.workers.engines.vllm_http import PROCESSED, RAW, Http, VllmServer
 from laminar.workers.engines.vllm_metrics import Load
@@ -55,8 +55,11 @@ class _Streamed(Live, kw_only=True, eq=False):
 
 
 class VllmEngine:
-    """`server` is started and stopped by the engine. logprobs_mode: vLLM's; see `logprobs_mode`. stall_s: requests that run without a token for so long mean that the
-    server stands still; 0 = never. num_requests_memory_bound: by the GPU, 0 = unknown."""
+    """`server` is started and stopped by the engine, and its log-prob mode is what `logprobs_mode` says.
+
+    stall_s: requests that run without a token for so long mean that the server stands still; 0 = never.
+    num_requests_memory_bound: by the GPU, 0 = unknown.
+    """
 
     def __init__(
         self,
@@ -299,19 +302,29 @@ class VllmEngine:
     # ---- weights -------------------------------------------------------------------------------------------
 
     async def load_weights(self, version: Version, snapshot: Snapshot) -> None:
-        """Replace all weights. RuntimeError if a request runs or waits, or if vLLM refuses the version. If the server may
-        hold a part of the new ones the engine is done for: `watch` raises too."""
-        self._check_open()
-        if self._num_unfinished:
-            raise RuntimeError(f"cannot load weights {version}: {self._num_unfinished} requests are running or waiting")
+        """Replace all weights. RuntimeError if a request runs or waits, or if vLLM refuses the version; WeightsBroken if the
+        server may hold a part of the new ones."""
+        self._check_idle(f"load weights {version}")
         try:
             times = await self._weights.load(version, snapshot)
         except WeightLoadError as error:
-            if error.weights_broken and not self._dead.done():
-                self._dead.set_exception(EngineError(await self._server.describe(str(error))))
+            if error.weights_broken:
+                raise WeightsBroken(await self._server.describe(str(error))) from error
             raise
         self._version = str(version)
         log.info("vllm_weights_loaded", version=str(version), **msgspec.structs.asdict(times))
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of `tokens[1:]`, each given those before it, at temperature 1. RuntimeError if a request runs or waits, or without
+        an answer."""
+        self._check_idle("compute log-probs")
+        assert self._http is not None
+        return await self._http.prompt_logprobs(tokens)
+
+    def _check_idle(self, what: str) -> None:
+        self._check_open()
+        if self._num_unfinished:
+            raise RuntimeError(f"cannot {what}: {self._num_unfinished} requests are running or waiting")
 
     def _check_open(self) -> None:
         if self._closed is not None:

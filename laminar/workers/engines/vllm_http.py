@@ -9,11 +9,12 @@ import msgspec
 
 from laminar.errors import StartError
 from laminar.workers.engines import vllm_metrics, vllm_stream
+from laminar.workers.engines.base import SamplingParams
 from laminar.workers.engines.vllm_stream import Choice, StreamError
 from laminar.workers.engines.vllm_versions import refusal
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-BACKEND_ANSWER_S = 60.0  # the first request compiles kernels
+FIRST_ANSWER_S = 120.0  # the first request of a kind compiles kernels
 ANSWER_S = 20.0  # an event loop that is busy with hundreds of streams answers within a second
 ERROR_CHARS = 500
 NEEDED = {
@@ -90,6 +91,15 @@ class Http:
                 for choice in events.feed(data):
                     yield choice
 
+    async def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """Of `tokens[1:]`, at temperature 1. Raises RuntimeError."""
+        body = vllm_stream.prompt_body(tokens)
+        headers = {"Content-Type": "application/json"}
+        status, text = await self._ask("POST", "/inference/v1/generate", FIRST_ANSWER_S, data=body, headers=headers)
+        if status != 200:
+            raise RuntimeError(f"vLLM gave no log-probs of a prompt: {status or 'no answer'}: {text[:ERROR_CHARS]}")
+        return vllm_stream.prompt_logprobs(text, tokens)
+
     async def abort(self, request_ids: list[str]) -> None:
         """End these requests; those that are unknown are ignored. A server that does not answer is for others to notice."""
         if request_ids:
@@ -134,10 +144,10 @@ class Http:
 
     async def _try_generate(self) -> None:
         """One token: proves the route, and compiles what the first request compiles."""
-        sampling = vllm_stream.SamplingParams(max_tokens=1, temperature=0.0)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
         body = vllm_stream.body("check", [0], 0, vllm_stream.Leg(1, ()), sampling)
         try:
-            async with asyncio.timeout(BACKEND_ANSWER_S):
+            async with asyncio.timeout(FIRST_ANSWER_S):
                 choices = [choice async for choice in self.generate(body)]
                 for choice in choices:
                     vllm_stream.logprobs_of(choice)
@@ -145,14 +155,14 @@ class Http:
             lacks = _lacking("/inference/v1/generate") if "HTTP 40" in str(error) else "it cannot generate"
             raise StartError(f"the vLLM server is refused, {lacks}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or f"nothing within {BACKEND_ANSWER_S:g} s"
+            reason = str(error) or f"nothing within {FIRST_ANSWER_S:g} s"
             raise StartError(await self._server.describe(f"vLLM does not generate: {reason}")) from error
         if not choices or not choices[-1].weight_versions:
             raise StartError("the vLLM server is refused: its answers do not say which weights generated them")
 
     async def _check_flags(self) -> None:
         """Of a server that somebody else has started. Slow: the first answer describes the whole machine."""
-        config = (await self._json("/server_info?config_format=json", BACKEND_ANSWER_S))["vllm_config"]
+        config = (await self._json("/server_info?config_format=json", FIRST_ANSWER_S))["vllm_config"]
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         wanted = {
             "--weight-transfer-config": (backend, "laminar"),

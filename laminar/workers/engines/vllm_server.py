@@ -45,7 +45,9 @@ log = structlog.get_logger("laminar.vllm")
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_CAUSE = re.compile(r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [\d: -]+\[[\w.:]+\] )?(?P<cause>[\w.]*(?:Error|Exception|error): .+)$")
+_CAUSE = re.compile(
+    r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [\d: -]+\[[\w.:]+\] )?(?P<cause>[\w.]*(?:Error|Exception|error): .+)$"
+)
 
 
 class OwnServer:
@@ -54,14 +56,12 @@ class OwnServer:
     own = True
     base_url = "http://localhost"
 
-    def __init__(
-        self, command: list[str], environment: dict[str, str], log_path: Path, start_timeout_s: float
-    ) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], log_path: Path, start_timeout_s: float) -> None:
         self._command, self._environment, self.log_path = command, environment, log_path
         self._start_s = START_SHARE * start_timeout_s
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._log_from = 0
+        self._log_from, self._socket = 0, ""
 
     def connector(self) -> aiohttp.BaseConnector:
         return aiohttp.UnixConnector(path=self._socket, limit=0)
@@ -70,7 +70,8 @@ class OwnServer:
         """Start it and wait until it answers. Raises StartError, with its last lines."""
         _sweep()
         self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        for _ in range(STARTS_MAX):
+        for number in range(STARTS_MAX):
+            self._socket = str(self._directory / f"server-{number}")  # vLLM leaves its socket behind, and refuses one
             await self._launch()
             if await self._is_up():
                 return
@@ -112,13 +113,7 @@ class OwnServer:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    @property
-    def _socket(self) -> str:
-        assert self._directory is not None
-        return str(self._directory / "server")
-
     async def _launch(self) -> None:
-        Path(self._socket).unlink(missing_ok=True)
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             with self.log_path.open("ab") as output:
@@ -156,7 +151,7 @@ class OwnServer:
     async def _kill_group(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + KILLED_S
-        while _signal_group(self._process.pid, signal.SIGKILL) and time.monotonic() < deadline:
+        while _signal_group(self._process.pid, signal.SIGKILL) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(KILLED_LOOK_S)
         await self._process.wait()
 

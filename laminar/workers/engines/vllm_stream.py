@@ -66,6 +66,11 @@ class Event(msgspec.Struct):
     error: _Failure | None = None
 
 
+class _PromptAnswer(msgspec.Struct):
+    prompt_logprobs: list[dict[str, LogProb] | None]
+    """By position, then by token id; None for the first."""
+
+
 class Leg(msgspec.Struct, frozen=True):
     """What one request to the server is to generate."""
 
@@ -101,6 +106,21 @@ def body(request_id: str, tokens: list[int], num_tokens: int, leg: Leg, sampling
     return msgspec.json.encode(
         {"request_id": request_id, "token_ids": tokens, "stream": True, "sampling_params": params}
     )
+
+
+def prompt_body(tokens: list[int]) -> bytes:
+    """The request for the log-probs of `tokens`."""
+    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    return msgspec.json.encode({"token_ids": tokens, "sampling_params": params})
+
+
+def prompt_logprobs(text: str, tokens: list[int]) -> list[float]:
+    """Of `tokens[1:]`, from the answer to `prompt_body`. Raises RuntimeError."""
+    try:
+        found = msgspec.json.decode(text, type=_PromptAnswer).prompt_logprobs[1:]
+        return [at[str(token)].logprob for at, token in zip(found, tokens[1:], strict=True)]  # type: ignore[index]
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"vLLM's log-probs of a prompt cannot be read: {type(error).__name__}: {error}") from error
 
 
 class Events:

@@ -1,0 +1,213 @@
+"""Generation by a real vLLM server: what the engine promises of tokens, log-probs, aborts and continuations.
+
+One server for all, started and stopped as a rollout worker does it.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_world import MODEL, PYTHON, needs_vllm
+
+from laminar.config import Config, ModelConfig
+from laminar.workers.engines import vllm_command, vllm_metrics
+from laminar.workers.engines.base import Output, Request, SamplingParams
+from laminar.workers.engines.vllm import VllmEngine, logprobs_mode
+from laminar.workers.engines.vllm_server import OwnServer
+
+pytestmark = [needs_vllm, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+
+BOOT_S = 360.0
+PROMPT = [20, 21, 22, 23, 24, 25]
+TIE = 1e-4
+"""Two tokens whose log-probs are nearer than this may change places between two runs: sums of another order."""
+
+
+class Bench:
+    """The engine, and what it said of each request."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.outputs: dict[int, list[Output]] = {}
+        self._keys = iter(range(1, 100_000))
+
+    def submit(self, prefix: list[int] | None = None, prompt: list[int] = PROMPT, **sampling: object) -> int:
+        key = next(self._keys)
+        params = SamplingParams(**{"max_tokens": 60, **sampling})
+        self.engine.submit(Request(key=key, prompt_tokens=prompt, prefix_tokens=prefix or [], sampling=params))
+        return key
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(120):
+            while not condition():
+                for output in self.engine.drain():
+                    self.outputs.setdefault(output.key, []).append(output)
+                await asyncio.sleep(0.01)
+
+    def has_ended(self, key: int) -> bool:
+        return key in self.outputs and self.outputs[key][-1].finish_reason is not None
+
+    async def finish(self, key: int) -> tuple[list[int], list[float], str]:
+        """Tokens, log-probs, and how it ended."""
+        await self.until(lambda: self.has_ended(key))
+        outputs = self.outputs[key]
+        tokens = [token for output in outputs for token in output.tokens]
+        return tokens, [each for output in outputs for each in output.logprobs], outputs[-1].finish_reason or ""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    config = Config(model=ModelConfig(path=str(MODEL)))
+    mode = logprobs_mode(1.0)
+    command = vllm_command.command(
+        config, str(PYTHON), gpus=0, max_concurrent=32, logprobs_mode=mode, extra=["--block-size", "32"]
+    )
+    environment = {**vllm_command.environment(0), "OMP_NUM_THREADS": "1"}
+    log = tmp_path_factory.mktemp("vllm") / "rollout-0.vllm.log"
+    engine = VllmEngine(OwnServer(command, environment, log, BOOT_S), logprobs_mode=mode, num_requests_max=32, stall_s=0)
+    try:
+        await engine.start(lambda key: None)
+        yield Bench(engine)
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+
+
+@torch.no_grad()
+def expected(model: torch.nn.Module, tokens: list[int], num_prompt: int) -> torch.Tensor:
+    """Log-probs over the vocabulary at each response position: [response, V], as the trainer computes them."""
+    logits = model(torch.tensor([tokens])).logits[0, num_prompt - 1 : -1]
+    return torch.log_softmax(logits.float(), -1)
+
+
+def own_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> torch.Tensor:
+    rows = expected(model, prompt + response, len(prompt))
+    return rows[torch.arange(len(response)), torch.tensor(response)]
+
+
+async def test_the_server_says_what_it_is(bench: Bench) -> None:
+    assert bench.engine.context_tokens_max == 128
+    assert bench.engine.kv_tokens_max > 10_000
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.0}])
+async def test_logprobs_are_the_trainers_before_truncation(
+    bench: Bench, model: torch.nn.Module, sampling: dict
+) -> None:
+    keys = [bench.submit(seed=seed, **sampling) for seed in range(6)]
+    for key in keys:
+        tokens, logprobs, reason = await bench.finish(key)
+        assert reason == "length"
+        assert len(tokens) == 60
+        difference = (torch.tensor(logprobs) - own_logprobs(model, PROMPT, tokens)).abs()
+        assert difference.mean() < 1e-4
+        assert difference.max() < 1e-3
+
+
+async def test_the_logprobs_of_given_tokens_are_the_trainers(bench: Bench, model: torch.nn.Module) -> None:
+    tokens = [*PROMPT, *range(30, 60)]
+    found = torch.tensor(await bench.engine.logprobs(tokens))
+    assert (found - own_logprobs(model, tokens[:1], tokens[1:])).abs().max() < 1e-3
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(bench: Bench) -> None:
+    alone, _, _ = await bench.finish(bench.submit(seed=5))
+    keys = [bench.submit(seed=seed) for seed in (5, 6, 7, 8, 5)]
+    answers = [(await bench.finish(key))[0] for key in keys]
+    assert answers[0] == answers[4] == alone
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
+async def test_a_stop_token_ends_a_response_and_belongs_to_it_but_not_while_it_is_ignored(bench: Bench) -> None:
+    free, _, _ = await bench.finish(bench.submit(seed=3))
+    stop = free[10]
+    first = free.index(stop)
+    tokens, _, reason = await bench.finish(bench.submit(seed=3, stop_ids=(stop,)))
+    assert (tokens, reason) == (free[: first + 1], "stop")
+    tokens, _, _ = await bench.finish(bench.submit(seed=3, stop_ids=(stop,), ignore_stop_until=first + 1))
+    assert tokens[: first + 1] == free[: first + 1]
+    assert len(tokens) > first + 1
+    tokens, _, reason = await bench.finish(bench.submit(seed=3, stop_ids=tuple(range(98)), ignore_stop_until=20))
+    assert (len(tokens), reason) == (21, "stop")
+    assert tokens[:20] == free[:20]
+
+
+async def test_an_aborted_greedy_response_goes_on_as_if_it_had_never_stopped(
+    bench: Bench, model: torch.nn.Module
+) -> None:
+    """The move of a trajectory: stop, take the tokens so far, go on elsewhere from prompt and prefix."""
+    prompts = [[20 + number, *PROMPT] for number in range(8)]
+    whole = [(await bench.finish(bench.submit(prompt=prompt, temperature=0.0, max_tokens=100)))[0] for prompt in prompts]
+    ties = 0
+    for prompt, unmoved in zip(prompts, whole, strict=True):
+        key = bench.submit(prompt=prompt, temperature=0.0, max_tokens=100)
+        await bench.until(lambda key=key: key in bench.outputs)
+        bench.engine.abort(key)
+        prefix, logprobs, reason = await bench.finish(key)
+        assert reason in ("abort", "length")
+        assert len(prefix) == len(logprobs)
+        moved = prefix
+        if len(prefix) < 100:
+            rest, _, _ = await bench.finish(bench.submit(prefix, prompt=prompt, temperature=0.0, max_tokens=100))
+            moved = prefix + rest
+        assert len(moved) == 100
+        ties += not_the_same(model, prompt, unmoved, moved)
+    assert ties <= 1
+
+
+def not_the_same(model: torch.nn.Module, prompt: list[int], unmoved: list[int], moved: list[int]) -> bool:
+    """Whether they differ; AssertionError unless the best two tokens of the first difference are as good as equal."""
+    if unmoved == moved:
+        return False
+    first = next(index for index, (a, b) in enumerate(zip(unmoved, moved, strict=True)) if a != b)
+    best = expected(model, prompt + unmoved, len(prompt))[first].topk(2).values
+    assert best[0] - best[1] < TIE
+    return True
+
+
+async def test_the_siblings_of_a_group_share_the_cache_of_their_prompt(bench: Bench) -> None:
+    prompt = [30 + number % 60 for number in range(80)]
+    assert bench.engine._http is not None
+
+    async def hits() -> float:
+        _, text = await bench.engine._http._ask("GET", "/metrics/?name[]=vllm:prefix_cache_hits_total")
+        return sum(float(value) for _, value in vllm_metrics._LINE.findall(text))
+
+    before = await hits()
+    await bench.finish(bench.submit(prompt=prompt, max_tokens=4))
+    await bench.finish(bench.submit(prompt=prompt, max_tokens=4, seed=2))
+    assert await hits() - before == 64  # two blocks of 32; the third is not full
+
+
+async def test_a_request_that_the_server_refuses_ends_with_its_reason_and_the_engine_goes_on(bench: Bench) -> None:
+    refused = bench.submit(prompt=[5, 6000])
+    assert (await bench.finish(refused))[2] == "error: Token id 6000 is out of vocabulary"
+    assert (await bench.finish(bench.submit(max_tokens=3)))[2] == "length"
+
+
+async def test_the_load_is_seen_while_requests_run(bench: Bench) -> None:
+    keys = [bench.submit(seed=seed, max_tokens=100) for seed in range(40)]
+    await bench.until(lambda: bench.engine.usage().num_running > 0)
+    usage = bench.engine.usage()
+    assert usage.num_running <= 32
+    assert usage.num_running + usage.num_waiting <= 40
+    assert usage.kv_tokens > 0
+    for key in keys:
+        await bench.finish(key)
+    assert bench.engine.usage().num_running == bench.engine.usage().kv_tokens == 0
+
+
+async def test_the_server_runs_on_a_socket_beside_a_log_of_its_own(bench: Bench) -> None:
+    server = bench.engine._server
+    assert isinstance(server, OwnServer)
+    assert "Route: /inference/v1/generate" in Path(server.log_path).read_text()
+    assert not os.listdir(Path(server._socket).parent) == []

@@ -4,9 +4,7 @@ One server for all, started and stopped as a rollout worker does it.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -69,7 +67,9 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     )
     environment = {**vllm_command.environment(0), "OMP_NUM_THREADS": "1"}
     log = tmp_path_factory.mktemp("vllm") / "rollout-0.vllm.log"
-    engine = VllmEngine(OwnServer(command, environment, log, BOOT_S), logprobs_mode=mode, num_requests_max=32, stall_s=0)
+    engine = VllmEngine(
+        OwnServer(command, environment, log, BOOT_S), logprobs_mode=mode, num_requests_max=32, stall_s=0
+    )
     try:
         await engine.start(lambda key: None)
         yield Bench(engine)
@@ -146,7 +146,9 @@ async def test_an_aborted_greedy_response_goes_on_as_if_it_had_never_stopped(
 ) -> None:
     """The move of a trajectory: stop, take the tokens so far, go on elsewhere from prompt and prefix."""
     prompts = [[20 + number, *PROMPT] for number in range(8)]
-    whole = [(await bench.finish(bench.submit(prompt=prompt, temperature=0.0, max_tokens=100)))[0] for prompt in prompts]
+    whole = [
+        (await bench.finish(bench.submit(prompt=prompt, temperature=0.0, max_tokens=100)))[0] for prompt in prompts
+    ]
     ties = 0
     for prompt, unmoved in zip(prompts, whole, strict=True):
         key = bench.submit(prompt=prompt, temperature=0.0, max_tokens=100)
@@ -206,8 +208,7 @@ async def test_the_load_is_seen_while_requests_run(bench: Bench) -> None:
     assert bench.engine.usage().num_running == bench.engine.usage().kv_tokens == 0
 
 
-async def test_the_server_runs_on_a_socket_beside_a_log_of_its_own(bench: Bench) -> None:
+async def test_the_server_says_its_routes_in_a_log_of_its_own(bench: Bench) -> None:
     server = bench.engine._server
     assert isinstance(server, OwnServer)
-    assert "Route: /inference/v1/generate" in Path(server.log_path).read_text()
-    assert not os.listdir(Path(server._socket).parent) == []
+    assert "Route: /inference/v1/generate" in server.log_path.read_text()

@@ -23,7 +23,7 @@ MODEL = ROOT / "configs/quickstart/model"
 PYTHON = Path(os.environ.get("LAMINAR_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python")
 BOOT_S = 300.0  # 40 s on an idle machine with two cores
 STOP_S = 20.0
-LOG_CHARS = 6000
+LOG_CHARS = 6000  # enough for the last traceback
 
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason="no vLLM here: scripts/setup-vllm makes .venv-vllm, or set LAMINAR_VLLM_PYTHON"
@@ -43,7 +43,7 @@ class Server:
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
         self.process = subprocess.Popen(
             [*command, "--port", str(port), *FLAGS, *flags],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT, **environment},
+            env={**os.environ, **ENVIRONMENT, **environment},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -76,8 +76,12 @@ class Server:
 
     def get(self, route: str) -> dict:
         """The JSON answer."""
+        return msgspec.json.decode(self.text(route))
+
+    def text(self, route: str) -> str:
+        """The answer of a GET."""
         with urllib.request.urlopen(self.base_url + route, timeout=60.0) as answer:
-            return msgspec.json.decode(answer.read())
+            return answer.read().decode()
 
     def end(self) -> None:
         """Stop the whole group; also what the server left when it died."""
@@ -90,14 +94,29 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_vllm(model: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server of `model` that answers."""
-    server = Server(model, flags, environment or {})
-    try:
-        server.wait_until_up()
-        yield server
-    finally:
-        server.end()
+def running_vllm(
+    model: Path, *flags: str, plugins: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """A server of `model` that answers. `plugins` are modules of tests/ whose `register` vLLM is to call too."""
+    with tempfile.TemporaryDirectory() as directory:
+        _write_entry_points(Path(directory), plugins)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), directory])
+        server = Server(model, flags, {"PYTHONPATH": path, **(environment or {})})
+        try:
+            server.wait_until_up()
+            yield server
+        finally:
+            server.end()
+
+
+def _write_entry_points(directory: Path, plugins: tuple[str, ...]) -> None:
+    """What an installed distribution would have, so that vLLM finds this tree's plugin wherever it comes from."""
+    metadata = directory / "laminar_tests-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: laminar-tests\nVersion: 0\n")
+    lines = ["[vllm.general_plugins]", "laminar = laminar.workers.engines.vllm_plugin:register"]
+    lines += [f"{module} = {module}:register" for module in plugins]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def _free_port() -> int:

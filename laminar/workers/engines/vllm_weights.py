@@ -11,6 +11,7 @@ Invariants:
 * Prefix, KV and encoder caches are emptied while the server is paused, so none outlives the weights that made it.
 """
 
+import contextlib
 import time
 from typing import Any
 
@@ -91,7 +92,7 @@ class VllmWeights:
             began = time.monotonic()
             await self._step("pause", "/pause?mode=abort&clear_cache=true", STEP_S)
             paused = time.monotonic()
-            await self._step("start", "/start_weight_update", STEP_S)
+            await self._start()
             await self._step("check", "/update_weights", data_s, {"update_info": {"check": offer}})
             checked = time.monotonic()
             touched = True
@@ -110,6 +111,17 @@ class VllmWeights:
             load_s=loaded - checked,
             finish_s=time.monotonic() - loaded,
         )
+
+    async def _start(self) -> None:
+        """Begin; an update that a client left open when it died is given up first."""
+        try:
+            await self._step("start", "/start_weight_update", STEP_S)
+        except _StepFailed as failure:
+            if not failure.answered:
+                raise
+            with contextlib.suppress(_StepFailed):
+                await self._step("start", "/update_weights", STEP_S, {"update_info": {"abandon": True}})
+            await self._step("start", "/start_weight_update", STEP_S)
 
     async def _reset_caches(self) -> None:
         answer = await self._step("reset", "/reset_prefix_cache?reset_external=true", STEP_S)

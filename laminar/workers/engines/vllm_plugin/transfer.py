@@ -39,12 +39,14 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One of the two steps of an update."""
+    """One step of an update."""
 
     check: dict[str, Any] | None = None
     """The fields of an `Offer`."""
     load: str = ""
     """The version that was checked."""
+    abandon: bool = False
+    """Ends an update that nobody will finish. An error does that in vLLM, and nothing else but `finish`."""
 
 
 class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -79,6 +81,9 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises Refused when a version does not fit, and whatever vLLM's loader raises."""
+        if update_info.abandon:
+            self._drop_slot()
+            raise RuntimeError("the weight update was abandoned, as its client asked")
         if update_info.check is not None:
             self._check(update_info.check)
         else:

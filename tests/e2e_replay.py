@@ -62,6 +62,8 @@ class Replay:
         self.freed: list[Freed] = []
         self.num_split_fleet = 0
         """Events after which two replicas generated under different versions."""
+        self.num_divided = 0
+        """Sources whose trajectories were sent to several destinations by one decision."""
         self._flushed: dict[tuple[int, int], int] = {}
         self._workers: dict[TrajectoryId, WorkerId] = {}
         for event in events_of(run):
@@ -74,6 +76,7 @@ class Replay:
             self._note_refresh(event)
         leaving = {r.id: r.version for r in self.core.state.replicas.values() if r.leaving}
         taken = self.core.handle(event)
+        self.num_divided += num_divided(self.core.state, taken)
         for action in taken:
             if isinstance(action, actions.StartGroup):
                 self._take_starts(action)
@@ -116,6 +119,16 @@ def events_of(run: Run) -> Iterator[events.AnyEvent]:
     """The log, in order."""
     for (body,) in run.query("SELECT body FROM events ORDER BY boot, seq"):
         yield msgspec.msgpack.decode(body, type=events.AnyEvent)
+
+
+def num_divided(state: State, taken: list[actions.AnyAction]) -> int:
+    """Of the sources that were just told to stop trajectories, those with several destinations."""
+    destinations: dict[WorkerId, set[WorkerId | None]] = {}
+    for action in taken:
+        if isinstance(action, actions.AbortAttempts):
+            found = {state.trajectories[t].moving_to for t in action.trajectories if t in state.trajectories}
+            destinations.setdefault(action.worker, set()).update(found - {None})
+    return sum(len(found) > 1 for found in destinations.values())
 
 
 def _is_free(state: State, worker: WorkerId) -> bool:

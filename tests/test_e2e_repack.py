@@ -29,9 +29,37 @@ MOVES_MIN = 10
 TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by two programs
 
 
+class Case(NamedTuple):
+    """A fleet that repacks."""
+
+    replicas: int
+    overrides: tuple[str, ...]
+    divides: bool
+    """Whether one source's trajectories have to go to several destinations."""
+
+
+CASES = {
+    "whole": Case(replicas=2, overrides=(), divides=False),
+    "parts": Case(
+        replicas=3,
+        overrides=(
+            "rollout.refresh_policy=continuous",
+            "repack.policy=parts",
+            "repack.interval_s=0.1",
+            "rollout.max_concurrent=40",
+            "repack.requests_max=28",  # so few that what one source generates sometimes needs two destinations
+            "buffer.max_groups=40",
+            "buffer.max_ready_groups=6",  # the next batch makes room: an emptied replica has something to begin
+        ),
+        divides=True,
+    ),
+}
+
+
 class Finished(NamedTuple):
     """A run and what is left of it."""
 
+    case: Case
     run: Run
     replay: Replay
     tokens: Tokens
@@ -68,31 +96,33 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+@pytest.fixture(scope="module", params=CASES)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run that was stopped when enough had moved. Every version's weights are kept, and they differ much."""
-    directory = tmp_path_factory.mktemp("repack")
+    case = CASES[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
     weights = (
         f"run.steps={STEPS_MAX}",
         "trainer.lr=1e-3",
         "trainer.checkpoint_every=1",
         f"trainer.keep_last={STEPS_MAX}",
     )
-    hosts = hosts_file(directory, replicas=2)
-    with Run.start(directory, hosts, *weights, config="longtail.toml") as run:
+    hosts = hosts_file(directory, replicas=case.replicas)
+    with Run.start(directory, hosts, *weights, *case.overrides, config="longtail.toml") as run:
         kept = keep_tokens(run)
         for step in range(LOOK_EVERY, STEPS_MAX, LOOK_EVERY):
             run.until_said(rf"^step {step}/")
-            if _is_enough(Replay(run)):
+            if _is_enough(case, Replay(run)):
                 break
         status = run.status()
         run.signal(signal.SIGINT)
         assert run.wait() == 0, run.output
-    return Finished(run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []), status)
+    return Finished(case, run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []), status)
 
 
-def _is_enough(replay: Replay) -> bool:
-    return len(replay.moves) >= MOVES_MIN and any(freed.held != freed.newest for freed in replay.freed)
+def _is_enough(case: Case, replay: Replay) -> bool:
+    behind = any(freed.held != freed.newest for freed in replay.freed)
+    return len(replay.moves) >= MOVES_MIN and behind and (replay.num_divided > 0 or not case.divides)
 
 
 def test_a_run_with_long_tails_moves_trajectories(finished: Finished) -> None:
@@ -100,6 +130,7 @@ def test_a_run_with_long_tails_moves_trajectories(finished: Finished) -> None:
     assert finished.run.until_said(rf"^repack +{finished.replay.core.state.repack.num_moves} moves from [1-9]")
     assert ledger_is_closed(finished.run.output)
     assert finished.run.num_dropped().keys() <= {"stopped"}
+    assert (finished.replay.num_divided > 0) == finished.case.divides
 
 
 def test_the_status_says_how_much_moved_and_why_each_replica_is_a_source_or_not(finished: Finished) -> None:
@@ -107,7 +138,7 @@ def test_the_status_says_how_much_moved_and_why_each_replica_is_a_source_or_not(
     assert repack["checks"] > repack["emptied"] > 0
     assert repack["moves"] >= MOVES_MIN
     assert repack["moved_tokens"] > 0
-    assert repack["reasons"].keys() <= {"rollout-0", "rollout-1"}
+    assert repack["reasons"].keys() <= {f"rollout-{index}" for index in range(finished.case.replicas)}
     assert all(repack["reasons"].values())
     assert repack["checked_at"] > 0
 

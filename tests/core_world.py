@@ -274,7 +274,7 @@ class World(Driver):
             return self._resolve()
         if not choices and self.core.state.skipped:
             return self.report(next(iter(self.core.state.replicas)))
-        if not choices and self.core.state.storage_failure:
+        if not choices and self.core.state.storage_failure and not (deadline and self.random.random() < 0.5):
             return self.send(events.StorageRecovered())
         if not choices:
             assert deadline is not None, f"nothing can happen any more: {self.core.state}"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from laminar.core import actions, ledger
+from laminar.core import actions, ledger, limits
 from tests.core_relay_world import RelayWorld
 from tests.core_world import World, settings
 
@@ -145,9 +145,12 @@ ANY_SETTINGS = {
 }
 
 
+THAT_MAY_WORK = st.fixed_dictionaries(ANY_SETTINGS).filter(lambda chosen: not limits.problems(settings(**chosen)))
+
+
 @hypothesis_settings(max_examples=250, deadline=None)
 @given(
-    chosen=st.fixed_dictionaries(ANY_SETTINGS),
+    chosen=THAT_MAY_WORK,
     extra_groups=st.integers(0, 4),
     ready_batches=st.sampled_from([0, 1, 2]),
     world=st.sampled_from([World, RelayWorld]),
@@ -171,8 +174,8 @@ def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_
     operator: bool,
 ) -> None:
     batch = chosen["batch_groups"]
-    limits = {"buffer_groups_max": batch + extra_groups, "ready_groups_max": batch * ready_batches}
-    run = world(settings(**(chosen | limits)), seed, faults, replicas)
+    buffer = {"buffer_groups_max": batch + extra_groups, "ready_groups_max": batch * ready_batches}
+    run = world(settings(**(chosen | buffer)), seed, faults, replicas)
     run.stop_after, run.disk_fills, run.operator = stop_after, disk_fills, operator
     run.run()
     check_end(run)
@@ -180,7 +183,7 @@ def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
-    chosen=st.fixed_dictionaries(ANY_SETTINGS),
+    chosen=THAT_MAY_WORK,
     world=st.sampled_from([World, RelayWorld]),
     seed=st.integers(0, 2**32),
     restore_each=st.integers(1, 20),

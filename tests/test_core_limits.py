@@ -18,6 +18,7 @@ RULES = [
     ({"on_incomplete": "train", "min_group_size": 0}, "min_group_size = 0: between 1 and group_size = 2"),
     ({"max_staleness": -1}, "max_staleness = -1"),
     ({"draining_share": 0.0}, "draining_share = 0.0"),
+    ({"refresh_policy": "continuous", "draining_share": 0.5}, "draining_share = 0.5 with progress_timeout_s = 0"),
     ({"repack_kv_share": 1.5}, "repack_kv_share = 1.5"),
     ({"drops_without_progress_max": 0}, "drops_without_progress_max"),
     ({"num_retries": -1}, "num_retries = -1"),

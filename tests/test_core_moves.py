@@ -118,6 +118,61 @@ def test_a_held_repack_moves_nothing_until_it_is_applied(verdict: str) -> None:
     assert driver.core.state.repack.planned == []
 
 
+def apply_held(driver: Driver, replacement: Repack | None = None) -> list[actions.AbortAttempts]:
+    (number,) = driver.core.state.held
+    event = events.DecisionResolved(decision=number, verdict="apply", replacement=replacement)
+    return of(driver.send(event), actions.AbortAttempts)
+
+
+@pytest.mark.parametrize(("kv_tokens", "moves"), [(8980, 1), (8981, 0)])
+def test_a_move_is_off_if_the_destination_has_filled_up_while_it_was_held(kv_tokens: int, moves: int) -> None:
+    """20 KV tokens are to go to r1, which may use 9,000."""
+    driver = tailing()
+    driver.send(events.HoldChanged(pass_name="repack", held=True))
+    check(driver)
+    driver.report("r1", kv_tokens=kv_tokens)
+    assert len(apply_held(driver)) == moves
+    assert len(driver.core.state.replicas[WorkerId("r1")].incoming) == moves
+
+
+def test_an_operator_cannot_send_more_requests_to_a_replica_than_are_memory_bound() -> None:
+    """B = 3: r1 generates two, so it takes the one of r0 and not the two of r2."""
+    driver = tailing(repack_requests_max=3, buffer_groups_max=3)
+    driver.send(events.HoldChanged(pass_name="repack", held=True))
+    check(driver)
+    driver.join("r2")
+    driver.refreshed("r2")
+    transfers = [
+        Transfer(source=WorkerId(name), destination=WorkerId("r1"), trajectories=list(driver.generating(name)))  # type: ignore[arg-type]
+        for name in ("r0", "r2")
+    ]
+    assert [len(transfer.trajectories) for transfer in transfers] == [1, 2]
+    assert [abort.worker for abort in apply_held(driver, Repack(transfers=transfers))] == ["r0"]
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_a_replica_that_begins_anew_is_not_past_its_peak(pulls: bool) -> None:
+    limits = {"local_batch_groups": 1, "batch_groups": 1, "buffer_groups_max": 8, "steps": 9}
+    driver = Driver(settings(repack_interval_s=PERIOD, **limits))
+    driver.start("r0", "r1")
+    if pulls:
+        driver.complete_all("r1")
+        driver.step_done()
+        driver.ready(Version(1, 0))
+    driver.report("r0", kv_tokens=50)
+    check(driver)
+    here = driver.generating("r0")
+    driver.report("r0", {t: 3 for t in here}, finish=here, reward=dict.fromkeys(here, 1.0), kv_tokens=40)
+    if pulls:
+        driver.refreshed("r0")
+    assert driver.generating("r0")
+    check(driver)  # before its first report: the KV tokens reported last were of what it generated before
+    driver.report("r0", kv_tokens=30)
+    check(driver)
+    expected = "not past its peak: 30 KV tokens now, 0 at the last check"
+    assert driver.core.state.repack.reasons[WorkerId("r0")] == expected
+
+
 def test_an_operator_may_send_the_trajectories_the_other_way() -> None:
     driver = tailing()
     driver.send(events.HoldChanged(pass_name="repack", held=True))

@@ -18,8 +18,8 @@ from laminar.ids import TrajectoryId, Version, WorkerId
 
 
 def fleet(policy: str, *replicas: str, **changes: object) -> Driver:
-    small = {"refresh_policy": policy, "local_batch_groups": 1, "buffer_groups_max": 8, "steps": 9}
-    driver = Driver(settings(**{**small, **changes}))
+    small = {"local_batch_groups": 1, "buffer_groups_max": 8, "steps": 9, "progress_timeout_s": 1e6}
+    driver = Driver(settings(refresh_policy=policy, **{**small, **changes}))
     driver.start()
     for name in replicas:
         driver.join(name, requests=4)
@@ -90,7 +90,8 @@ def test_when_a_draining_replica_is_lost_another_drains_in_its_place() -> None:
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_no_more_than_the_share_ever_drains_and_each_refreshes_in_its_turn(share: float, faults: float) -> None:
     for seed in range(6):
-        world = Watched(settings(refresh_policy="continuous", draining_share=share, steps=6), seed, faults, replicas=4)
+        chosen = settings(refresh_policy="continuous", draining_share=share, steps=6, progress_timeout_s=1.0)
+        world = Watched(chosen, seed, faults, replicas=4)
         world.run()
         assert world.most_draining > 0, "nothing ever drained"
 

@@ -46,7 +46,8 @@ def test_a_host_whose_relay_is_given_up_while_it_starts_is_served_by_the_masters
 
 
 def test_what_drains_is_chosen_again_when_a_relay_joins_a_host_that_had_none() -> None:
-    driver = chained("a1", refresh_policy="continuous", draining_share=0.5, buffer_groups_max=16, steps=9)
+    policy = {"refresh_policy": "continuous", "draining_share": 0.5, "progress_timeout_s": 1e6}
+    driver = chained("a1", **policy, buffer_groups_max=16, steps=9)
     driver.ready(V0)
     for name, host in (("r0", "b1"), ("r1", "a1")):
         driver.join(name, requests=4, host=host)

@@ -95,6 +95,52 @@ def test_a_run_that_is_stopped_meanwhile_ends_when_its_checkpoint_can_be_written
     assert of(d.saved(), actions.FinishRun)[0].ok
 
 
+def stopped_on_a_full_disk() -> Driver:
+    """Step 1 is trained and in no checkpoint."""
+    d = driver()
+    d.complete_all("r0")
+    d.send(FULL)
+    d.step_done()
+    assert not of(d.send(events.StopRequested(reason="asked")), actions.FinishRun)
+    return d
+
+
+def test_a_stop_waits_for_the_disk_only_so_long_and_says_what_was_not_written():
+    d = stopped_on_a_full_disk()
+    deadline = d.core.next_deadline()
+    assert deadline == d.at + d.core.settings.stop_grace_s
+    assert not of(d.send(events.TimerFired(), after=deadline - d.at - 1.0), actions.FinishRun)
+    out = d.send(events.TimerFired(), after=1.0)
+    (alarm,) = of(out, actions.RaiseAlarm)
+    assert alarm.name == "not-saved"
+    assert "step 1 is in no checkpoint" in alarm.text
+    assert "no space left on /runs" in alarm.text
+    (end,) = of(out, actions.FinishRun)
+    assert not end.ok, "trained steps were lost"
+    assert d.core.next_deadline() is None
+
+
+def test_a_disk_that_fails_again_and_again_gives_a_stop_no_more_time():
+    d = stopped_on_a_full_disk()
+    deadline = d.core.next_deadline()
+    d.send(events.StorageRecovered(), after=1.0)
+    d.send(FULL, after=1.0)
+    assert d.core.next_deadline() == deadline
+    d.send(events.TimerFired(), after=deadline - d.at)
+    assert d.core.state.trainer.saving == 1
+    assert d.core.next_deadline() > d.at, "the checkpoint that is being written has an end of its own"
+    assert of(d.send(events.CheckpointFailed(step=1, reason="no space")), actions.FinishRun)
+
+
+def test_a_failure_of_the_run_ends_on_a_full_disk_too():
+    d = driver()
+    d.complete_all("r0")
+    d.send(FULL)
+    d.step_done()
+    d.send(events.FailureReported(reason="a worker did not start"))
+    assert of(d.send(events.TimerFired(), after=d.core.settings.stop_grace_s), actions.FinishRun)
+
+
 def test_a_custom_sampler_is_not_asked_and_its_late_answer_waits():
     d = driver(custom_sampler=True)
     d.complete_all("r0")
@@ -117,13 +163,15 @@ def test_a_sampler_that_chose_nothing_is_not_overruled_because_the_disk_is_full(
 
 
 def test_random_worlds_in_which_trainer_and_disk_fail_end_with_closed_books() -> None:
-    lost = full = 0
+    lost = full = unsaved = 0
     for seed in range(40):
         world = World(settings(restarts_max=3, trainer_restarts_max=20, steps=5, checkpoint_every=2), seed, faults=0.1)
-        world.disk_fills = True
+        world.disk_fills, world.stop_after = True, 60 * (seed % 2)
         world.run()
         check_end(world)
         lost += sum(a.worker == "trainer-0" for a in world.all(actions.StartWorker))
         full += sum(a.name == "storage-failed" for a in world.all(actions.RaiseAlarm))
+        unsaved += sum(a.name == "not-saved" for a in world.all(actions.RaiseAlarm))
     assert lost
     assert full
+    assert unsaved

@@ -139,6 +139,8 @@ def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> Non
 
 
 def _start(turn: Turn, replica: Replica, group: Group, chosen: list[TrajectoryId]) -> None:
+    if not replica.num_generating:
+        replica.kv_tokens = replica.kv_previous = 0  # it fills up from nothing; what it held before was another peak
     health.given(turn, replica, sum(not turn.state.trajectories[t].finish_reason for t in chosen))
     groups.start(turn, replica, group, chosen)
 

@@ -88,6 +88,8 @@ class Core:
             deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
         deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
         deadlines += [moment for moment in (state.repack.next_at, state.health_check_at, state.stragglers_at) if moment]
+        if state.stop_by > state.at:
+            deadlines.append(state.stop_by)
         return min(deadlines, default=None)
 
     def snapshot(self) -> bytes:

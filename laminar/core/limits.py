@@ -31,6 +31,11 @@ def problems(settings: Settings) -> list[str]:
         (s.stragglers == "drop" and s.straggler_factor <= 0, f"straggler_factor = {s.straggler_factor}: above 0"),
         (s.max_staleness is not None and s.max_staleness < 0, f"max_staleness = {s.max_staleness}: 0 or more, or none"),
         (not 0 < s.draining_share <= 1, f"draining_share = {s.draining_share}: between 0 (excluded) and 1"),
+        (
+            s.refresh_policy == "continuous" and s.draining_share < 1 and s.progress_timeout_s == 0,
+            f"draining_share = {s.draining_share} with progress_timeout_s = 0: a replica that hangs while it drains would never be"
+            " found and would keep the others from their turn; set a time limit, or draining_share = 1",
+        ),
         (not 0 < s.repack_kv_share <= 1, f"repack_kv_share = {s.repack_kv_share}: between 0 (excluded) and 1"),
         (s.drops_without_progress_max < 1, "drops_without_progress_max: at least 1"),
     ]
@@ -62,6 +67,7 @@ def _positive(s: Settings) -> dict[str, float]:
         "reconnect_grace_s": s.reconnect_grace_s,
         "refresh_timeout_s": s.refresh_timeout_s,
         "publish_timeout_s": s.publish_timeout_s,
+        "stop_grace_s": s.stop_grace_s,
         "sampler_budget_ms": s.sampler_budget_ms,
     }
 

@@ -53,11 +53,7 @@ def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
 
 
 def _takes_part(turn: Turn, replica: Replica) -> bool:
-    return _is_settled(turn, replica) and not replica.leaving
-
-
-def _is_settled(turn: Turn, replica: Replica) -> bool:
-    return health.takes_work(turn.state, replica) and not replica.draining
+    return health.takes_work(turn.state, replica) and not replica.draining and not replica.leaving
 
 
 def load(turn: Turn, replica: Replica) -> repack.Load:
@@ -102,42 +98,72 @@ def propose(turn: Turn) -> Repack | None:
 
 
 def apply(turn: Turn, decision: Repack) -> None:
-    """Tell the sources to stop. Transfers that no longer fit (the decision was held for long) are void."""
+    """Tell the sources to stop. What no longer fits (the decision was held for long, or edited) is void, source by source."""
     turn.state.repack.planned = []
-    releasing: dict[WorkerId, Replica] = {}
+    by_source: dict[WorkerId, list[Transfer]] = {}
     for transfer in decision.transfers:
-        source = turn.state.replicas.get(transfer.source)
-        destination = turn.state.replicas.get(transfer.destination)
-        if not (source and destination) or turn.state.stopping:
-            continue
-        if _fits(turn, source, destination, begun=source.id in releasing) and _release(
-            turn, source, destination, transfer
-        ):
-            releasing[source.id] = source
-    turn.state.repack.num_released += sum(len(r.leaving) == r.num_generating for r in releasing.values())
+        by_source.setdefault(transfer.source, []).append(transfer)
+    for worker, transfers in by_source.items():
+        source = turn.state.replicas.get(worker)
+        if source and not turn.state.stopping:
+            _release(turn, source, transfers)
 
 
-def _fits(turn: Turn, source: Replica, destination: Replica, *, begun: bool) -> bool:
-    """`begun`: an earlier transfer of the same decision has taken a part of the source."""
-    both = _is_settled(turn, source) and (begun or not source.leaving) and _takes_part(turn, destination)
-    return both and source.id != destination.id and source.version == destination.version and not source.incoming
-
-
-def _release(turn: Turn, source: Replica, destination: Replica, transfer: Transfer) -> bool:
-    here = dict.fromkeys(generating(turn, source))
-    chosen = [t for t in transfer.trajectories if t in here and t not in source.leaving]
-    if not chosen:
-        return False
-    for trajectory_id in chosen:
-        groups.pin(turn, turn.state.trajectories[trajectory_id], destination, source.kv_tokens // len(here))
-        source.leaving[trajectory_id] = None
+def _release(turn: Turn, source: Replica, transfers: list[Transfer]) -> None:
+    """All of a source's transfers or none: one that is not emptied has moved for nothing."""
+    chosen, num_left = _still_there(turn, source, transfers)
+    fit = all(_fits(turn, source, worker, len(moving)) for worker, moving in chosen.items())
+    if not (chosen and fit and _may_leave(turn, source)):
+        return
+    reasons = {transfer.destination: transfer.reason for transfer in transfers}
+    kv_each = source.kv_tokens // source.num_generating
+    for worker, moving in chosen.items():
+        _send(turn, source, turn.state.replicas[worker], moving, kv_each, reasons[worker])
     source.admit_left = 0
+    turn.state.repack.num_released += num_left == 0
+
+
+def _still_there(
+    turn: Turn, source: Replica, transfers: list[Transfer]
+) -> tuple[dict[WorkerId, list[TrajectoryId]], int]:
+    """What of the transfers the source still generates, by destination; how much else it generates."""
+    chosen: dict[WorkerId, list[TrajectoryId]] = {}
+    left = dict.fromkeys(generating(turn, source))
+    for transfer in transfers:
+        moving = dict.fromkeys(t for t in transfer.trajectories if t in left)
+        left = dict.fromkeys(t for t in left if t not in moving)
+        if moving:
+            chosen.setdefault(transfer.destination, []).extend(moving)
+    return chosen, len(left)
+
+
+def _may_leave(turn: Turn, source: Replica) -> bool:
+    return _takes_part(turn, source) and not source.incoming
+
+
+def _fits(turn: Turn, source: Replica, worker: WorkerId, num_requests: int) -> bool:
+    """Whether `num_requests` of the source's keep the destination within C_max and B, each counted as the mean."""
+    destination = turn.state.replicas.get(worker)
+    if destination is None or destination.id == source.id or destination.version != source.version:
+        return False
+    if not _takes_part(turn, destination):
+        return False
+    now = load(turn, destination)
+    kv_after = now.kv_used + source.kv_tokens * num_requests // source.num_generating
+    return kv_after <= now.kv_max and now.num_requests + num_requests <= now.requests_max
+
+
+def _send(
+    turn: Turn, source: Replica, destination: Replica, chosen: list[TrajectoryId], kv_each: int, reason: str
+) -> None:
+    for trajectory_id in chosen:
+        groups.pin(turn, turn.state.trajectories[trajectory_id], destination, kv_each)
+        source.leaving[trajectory_id] = None
     attempts = [source.attempts[t] for t in chosen]
     turn.emit(AbortAttempts(cause=turn.cause, worker=source.id, trajectories=chosen, attempts=attempts))
     turn.tell(
-        f"{len(chosen)} trajectories move from {source.id} to {destination.id}: {transfer.reason}",
+        f"{len(chosen)} trajectories move from {source.id} to {destination.id}: {reason}",
         story.worker(source.id),
         story.worker(destination.id),
         *(story.trajectory(t) for t in chosen),
     )
-    return True

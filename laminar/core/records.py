@@ -366,6 +366,8 @@ class State(msgspec.Struct, kw_only=True):
     """The fleet or the newest version has changed since `draining_to_refresh` was chosen."""
     storage_failure: str = ""
     """Why nothing can be written; empty = the disk works."""
+    stop_by: float = 0.0
+    """A stopped run waits for the disk until then; 0 = it has not had to."""
     num_drops_in_row: int = 0
     num_timeouts_in_row: int = 0
     """Rewards that timed out since the last one that came."""

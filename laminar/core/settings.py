@@ -77,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A pull that takes longer means that the replica hangs."""
     await_publication_s: float = 0.0
     """A replica with nothing running waits this long for a publication under way, rather than begin with older weights."""
+    stop_grace_s: float = 60.0
+    """A stopped run waits so long for a disk that takes nothing, then ends without the checkpoint."""
     publish_timeout_s: float = 120.0
     """A publication that takes longer is given up; the next version serves."""
     drops_without_progress_max: int = 1024

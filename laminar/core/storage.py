@@ -1,6 +1,8 @@
 """When the disk is full or the log cannot be written: no new group, no train step and no checkpoint begins, and people are told.
 
-What generates goes on (its tokens wait in memory), retries and moves go on; a step that runs ends. Nothing is lost.
+What generates goes on (its tokens wait in memory), retries and moves go on; a step that runs ends. Nothing is lost, unless the run
+is stopped meanwhile: it waits `stop_grace_s` for the disk, then ends without the last checkpoint and says which steps are in none
+(`training.finish`). A run that completes waits without end: its last checkpoint is what it was for, and a stop ends that too.
 """
 
 from laminar.core import training

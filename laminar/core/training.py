@@ -279,16 +279,36 @@ def finish(turn: Turn) -> bool:
         return False
     if trainer.ready and trainer.checkpoint < trainer.step and trainer.num_failed_saves < SAVE_TRIES_MAX:
         save(turn)
-        return False
+        if not _gives_up_saving(turn):
+            return False
     if trainer.saving >= 0 and trainer.ready:
         return False
     freed = _drop_unleased(turn, "stopped" if state.stopping else "run_complete")
     if completed and not state.stopping and evaluation.is_pending(turn):
         return freed
     state.finished = state.stopping or "completed"
-    state.ok = state.ok and trainer.step <= max(trainer.checkpoint, 0)
+    if trainer.step > max(trainer.checkpoint, 0):
+        state.ok = False
+        _tell_unsaved(turn)
     turn.emit(FinishRun(cause=turn.cause, reason=state.finished, ok=state.ok))
     return False
+
+
+def _gives_up_saving(turn: Turn) -> bool:
+    """Whether a stopped run has waited long enough for a disk that takes nothing. Its first wait sets the end of all."""
+    state = turn.state
+    if not (state.stopping and state.storage_failure):
+        return False
+    state.stop_by = state.stop_by or turn.at + turn.settings.stop_grace_s
+    return turn.at >= state.stop_by
+
+
+def _tell_unsaved(turn: Turn) -> None:
+    last, first = turn.state.trainer.step, max(turn.state.trainer.checkpoint, 0) + 1
+    steps = f"step {last} is" if first == last else f"steps {first} to {last} are"
+    why = f": nothing can be written: {turn.state.storage_failure}" if turn.state.storage_failure else ""
+    text = f"{steps} in no checkpoint{why}; a resumed run trains from step {first} on again"
+    turn.emit(RaiseAlarm(cause=turn.cause, name="not-saved", text=text))
 
 
 def _drop_unleased(turn: Turn, reason: str) -> bool:

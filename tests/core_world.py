@@ -403,6 +403,8 @@ class World(Driver):
         assert health.is_healthy(self.core.state, replica), f"{action.worker} is given work although it is not healthy"
         for start in action.starts:
             assert start.attempt > self.started.get(start.trajectory, 0), "an attempt was handed out twice"
+            pinned = self.core.settings.pinned
+            assert not (pinned and (start.resume or start.score_only)), "a pinned trajectory goes on where it never was"
             self.started[start.trajectory] = start.attempt
             if not start.score_only:
                 self.engine.setdefault(action.worker, {})[start.trajectory] = start.attempt
@@ -411,6 +413,7 @@ class World(Driver):
         """Attempts that the core has voided end at once; those that move end with a word, if nothing else ends them first."""
         for trajectory, attempt in zip(action.trajectories, action.attempts, strict=True):
             record = self.core.state.trajectories.get(trajectory)
+            assert not (record and record.moving_to and self.core.settings.pinned), "a pinned trajectory moves"
             if record and record.moving_to and record.attempt == attempt:
                 self.pending.append(partial(self._let_go, action.worker, trajectory, attempt))
             else:

@@ -28,6 +28,7 @@ SETTINGS = {
     "continuous": {"refresh_policy": "continuous", "draining_share": 0.34, "steps": 5, "progress_timeout_s": 1.0},
     "rolling": {"refresh_policy": "rolling", "staleness_budget": 0.5, "steps": 5, "repack_interval_s": 0.5},
     "parts": {"repack_policy": "parts", "repack_interval_s": 0.3, "group_size": 4, "refresh_policy": "continuous"},
+    "pinned": {"pinned": True, "repack_interval_s": 0.3, "group_size": 3, "progress_timeout_s": 1.0},
     "ready_limit": {"ready_groups_max": 2, "refresh_policy": "rolling", "on_stale": "wait", "max_staleness": 2},
 }
 
@@ -125,6 +126,7 @@ ANY_SETTINGS = {
     "staleness_budget": st.sampled_from([0.0, 0.5, 2.0]),
     "repack_interval_s": st.sampled_from([0.0, 0.3]),
     "repack_policy": st.sampled_from(["whole", "parts"]),
+    "pinned": st.booleans(),
     "stragglers": st.sampled_from(["wait", "drop"]),
     "straggler_factor": st.sampled_from([0.5, 2.0]),
     "min_group_size": st.just(1),

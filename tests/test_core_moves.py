@@ -206,3 +206,44 @@ def test_without_an_interval_nothing_is_ever_repacked() -> None:
     driver = tailing(repack_interval_s=0.0)
     assert not of(check(driver), actions.AbortAttempts)
     assert driver.core.state.repack.num_checks == 0
+
+
+# ---- pinned trajectories -----------------------------------------------------------------------------------
+
+
+def test_pinned_trajectories_are_not_moved_and_the_check_says_why() -> None:
+    driver = tailing(pinned=True)
+    assert of(check(driver), actions.AbortAttempts) == []
+    assert {reason.split(":")[0] for reason in driver.core.state.repack.reasons.values()} == {"pinned"}
+
+
+def test_an_edited_decision_moves_no_pinned_trajectory() -> None:
+    driver = tailing(pinned=True)
+    transfer = Transfer(
+        source=WorkerId("r0"), destination=WorkerId("r1"), trajectories=driver.generating("r0"), reason="x"
+    )
+    driver.core.state.repack.planned = [transfer]
+    assert of(driver.send(events.TimerFired()), actions.AbortAttempts) == []
+
+
+def test_pinned_trajectories_of_a_lost_replica_start_again_under_their_version_counted() -> None:
+    driver = tailing(pinned=True)
+    (lost,) = driver.generating("r0")
+    out = driver.lost("r0")
+    (start,) = of(out, actions.StartGroup)
+    assert (start.worker, start.version) == ("r1", Version(0, 0))
+    assert [(s.trajectory, s.attempt, s.resume, s.score_only) for s in start.starts] == [(lost, 2, False, False)]
+    state = driver.core.state
+    assert (state.trajectories[lost].num_tokens, state.trajectories[lost].behavior_version) == (0, Version(0, 0))
+    assert (state.num_failovers.restarted, state.num_failovers.same_version) == (1, 0)
+    assert sum(state.ledger.tokens.dropped.values()) == 4
+
+
+def test_a_pinned_trajectory_whose_reward_was_lost_with_its_host_is_generated_again() -> None:
+    driver = tailing(pinned=True)
+    (late,) = driver.generating("r0")
+    driver.report("r0", {late: 5}, finish=[late])
+    (start,) = of(driver.lost("r0"), actions.StartGroup)
+    assert [(s.trajectory, s.resume, s.score_only) for s in start.starts] == [(late, False, False)]
+    driver.report("r1", {late: 3}, finish=[late], reward={late: 1.0})
+    assert driver.core.state.trajectories[late].num_tokens == 3

@@ -150,6 +150,7 @@ def give_up(turn: Turn, replica: Replica, version: Version) -> bool:
 def count(turn: Turn, replica: Replica, started: list[TrajectoryId], restarted: bool) -> None:
     """Queued siblings are about to start on the replica: say how those go on that had lost theirs."""
     counts, failover = turn.state.num_failovers, turn.state.failovers.get(replica.id)
+    restarted |= turn.settings.pinned
     how = "restarted" if restarted else failover.source if failover else "same_version"
     for trajectory in (turn.state.trajectories[t] for t in started):
         setattr(counts, how, getattr(counts, how) + trajectory.displaced)

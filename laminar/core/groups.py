@@ -226,10 +226,12 @@ def _leave(turn: Turn, replica: Replica, trajectory: Trajectory) -> None:
 
 
 def queue_again(turn: Turn, trajectory: Trajectory, reason: str) -> None:
-    """The attempt is over without a result; the next one goes on from the tokens received."""
+    """The attempt is over without a result; the next one goes on from the tokens received, or, if pinned, from the beginning."""
     trajectory.attempt += 1
     trajectory.state = TrajectoryState.QUEUED
     trajectory.worker = None
+    if turn.settings.pinned:
+        _clear(turn, trajectory, reason)
     turn.state.requeue[trajectory.group] = None
     turn.tell(f"queued again after {reason}", story.trajectory(trajectory.id), story.group(trajectory.group))
 
@@ -248,7 +250,7 @@ def lose_attempts(turn: Turn, replica: Replica, reason: str) -> None:
     """The replica is gone: everything it was at is queued again. Not the trajectories' fault, so not counted as theirs."""
     for trajectory_id in list(replica.attempts):
         trajectory = turn.state.trajectories[trajectory_id]
-        trajectory.displaced |= trajectory.state == TrajectoryState.GENERATING
+        trajectory.displaced |= trajectory.state == TrajectoryState.GENERATING or turn.settings.pinned
         _leave(turn, replica, trajectory)
         queue_again(turn, trajectory, reason)
 
@@ -275,8 +277,14 @@ def _void(turn: Turn, trajectory: Trajectory, reason: str) -> None:
     unpin(turn, trajectory)
     if trajectory.state != TrajectoryState.QUEUED:
         trajectory.attempt += 1
+    trajectory.state, trajectory.worker = TrajectoryState.QUEUED, None
+    _clear(turn, trajectory, reason)
+
+
+def _clear(turn: Turn, trajectory: Trajectory, reason: str) -> None:
+    """Nothing is left of what was generated."""
     ledger.drop_tokens(turn.state, trajectory.num_tokens, reason)
-    trajectory.state, trajectory.worker, trajectory.num_tokens = TrajectoryState.QUEUED, None, 0
+    trajectory.num_tokens = 0
     trajectory.behavior_version = trajectory.finish_version = None
     trajectory.finish_reason = trajectory.failure = ""
     trajectory.reward, trajectory.reward_parts = 0.0, {}

@@ -6,6 +6,7 @@ Invariants:
 * From the decision until it starts there, a moving trajectory pins its destination: no pull, KV reserved.
 * The source's word ends the attempt: a trajectory that finishes first is finished, the move is off.
 * If the destination is lost or no longer fits, the trajectory is queued like any other of its version.
+* Pinned trajectories are not moved.
 """
 
 from laminar.core import dispatch, groups, health, refresh, repack, spread, story
@@ -14,6 +15,8 @@ from laminar.core.decisions import Repack, Transfer
 from laminar.core.records import Replica, TrajectoryState
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId, WorkerId
+
+PINNED = "pinned: what it generates has state on its host"
 
 
 def trigger(turn: Turn) -> None:
@@ -30,12 +33,18 @@ def check(turn: Turn) -> None:
         return
     record.due = False
     replicas = [r for r in turn.state.replicas.values() if _takes_part(turn, r)]
-    planner = spread.plan if turn.settings.repack_policy == "parts" else repack.plan
-    plan = planner([load(turn, replica) for replica in replicas])
+    plan = _plan(turn, replicas)
     for replica in replicas:
         replica.kv_previous = replica.kv_tokens
     record.reasons, record.checked_at, record.num_checks = plan.reasons, turn.at, record.num_checks + 1
     record.planned = _transfers(turn, plan.moves)
+
+
+def _plan(turn: Turn, replicas: list[Replica]) -> repack.Plan:
+    if turn.settings.pinned:
+        return repack.Plan(moves=[], reasons=dict.fromkeys((replica.id for replica in replicas), PINNED))
+    planner = spread.plan if turn.settings.repack_policy == "parts" else repack.plan
+    return planner([load(turn, replica) for replica in replicas])
 
 
 def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
@@ -138,7 +147,7 @@ def _still_there(
 
 
 def _may_leave(turn: Turn, source: Replica) -> bool:
-    return _takes_part(turn, source) and not source.incoming
+    return not turn.settings.pinned and _takes_part(turn, source) and not source.incoming
 
 
 def _fits(turn: Turn, source: Replica, worker: WorkerId, num_requests: int) -> bool:

@@ -76,7 +76,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     moving_to: WorkerId | None = None
     """Destination of a move that is under way."""
     displaced: bool = False
-    """Its replica was lost while it generated; how it goes on is counted in `Failovers`."""
+    """Its replica was lost while it generated (or, if pinned, was rewarded); how it goes on is counted in `Failovers`."""
     behavior_version: Version | None = None
     finish_version: Version | None = None
     sample_version: Version | None = None

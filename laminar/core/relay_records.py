@@ -49,4 +49,4 @@ class Failovers(msgspec.Struct, kw_only=True):
     checkpoint: int = 0
     """On a replica that loaded their version from a checkpoint for them."""
     restarted: int = 0
-    """From the beginning, under a version that a replica held."""
+    """From the beginning, under a version that a replica held, or because they were pinned."""

@@ -18,6 +18,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     trajectory_tokens_max: int = 0
     """Most response tokens of one trajectory; with its prompt it has to fit a replica's KV cache. 0 = not known."""
+    pinned: bool = False
+    """A trajectory has state where it is generated (an agent program): it is not moved, and a lost one starts again."""
     batch_groups: int
     """Groups per global batch."""
     local_batch_groups: int

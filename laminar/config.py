@@ -4,6 +4,7 @@
 get the resolved `Config` over the wire. Unknown keys are errors. Units come last in names; a limit says why it is what it is.
 """
 
+import shlex
 from typing import Any, Literal
 
 import msgspec
@@ -61,12 +62,33 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Adds a log-normal delay to every reward, as a slow judge or sandbox would; 0 = none. Awaited concurrently."""
     reward_delay_p99_s: float = 0.0
     """99th percentile of that delay."""
+    agent: str | list[str] = ""
+    """Command line of an agent program, run once per trajectory, that calls the policy over OpenAI's API; docs/agents.md.
+    `{prompt}` in it becomes the prompt's text. Empty = the policy answers each prompt itself, once."""
+    agent_timeout_s: float = 600.0
+    """An agent that runs longer is killed, and its trajectory recorded as failed."""
+    agent_model: str = "policy"
+    """The model name that agents must use: the one that existing code has built in, or OPENAI_MODEL of their environment."""
+    agent_env: list[str] = []
+    """Names of environment variables of the rollout worker that agents see too, such as the key of a search service."""
+    agent_metadata: list[str] = []
+    """Keys of a prompt's metadata that agents are given; no others are, because they may hold the answer."""
+    agent_memory_mb: int = 0
+    """Address space of each process of an agent, MiB; 0 = no limit."""
+    on_rewrite: Literal["split", "refuse"] = "split"
+    """A call that does not contain the calls before it unchanged: it begins another context, trained as a part of the same
+    trajectory; or it is answered with status 409 and the trajectory fails as `history_rewritten`."""
     shuffle: bool = True
     """Draw prompts in a new seeded order every epoch."""
     eval_prompts: int = 128
     """Held-out prompts for the greedy accuracy before and after; 0 = no evaluation."""
     eval_dataset: str = ""
     """File with held-out prompts, for data sets that are files; empty = no evaluation for files."""
+
+    @property
+    def agent_command(self) -> list[str]:
+        """The parts of `agent`. Raises ValueError for a quote that does not end."""
+        return shlex.split(self.agent) if isinstance(self.agent, str) else self.agent
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):

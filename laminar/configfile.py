@@ -2,7 +2,8 @@
 
 Relative paths (`model.path`, `task.dataset`, `task.eval_dataset` and files in `task.reward` and `buffer.sampler`) are
 taken from the configuration file's directory if they exist there, else from the working directory, and become absolute:
-the resolved configuration means the same on every worker of a host and in a later run.
+the resolved configuration means the same on every worker of a host and in a later run. So do files beside the configuration that
+are named in `task.agent`.
 
 Invariants: nothing is silently ignored; every ConfigError names the file or override, the key, what was given and what
 was expected; ``load(file with dumps(config)) == config``.
@@ -20,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from laminar.config import Config, Section
+from laminar.config import Config, Section, TaskConfig
 from laminar.configrules import check
 from laminar.errors import ConfigError
 from laminar.plugins import is_file_reference
@@ -192,6 +193,21 @@ def _resolve_paths(sections: dict[str, dict[str, Any]], directory: Path | None) 
         if is_file_reference(value):
             file, _, name = value.rpartition(":")
             sections[section][key] = f"{_absolute(file, directory)}:{name}"
+    _resolve_agent(sections["task"], directory)
+
+
+def _resolve_agent(task: dict[str, Any], directory: Path | None) -> None:
+    """Agents run in directories of their own: parts of the command that name files beside the configuration become absolute."""
+    agent = task.get("agent")
+    if not agent or directory is None:
+        return
+    try:
+        command = TaskConfig(agent=agent).agent_command
+    except ValueError:
+        return  # `check` says so
+    beside = [part for at, part in enumerate(command) if (directory / part).is_file() and (at or "/" in part)]
+    if beside:
+        task["agent"] = [_absolute(part, directory) if part in beside else part for part in command]
 
 
 def _absolute(text: str, directory: Path | None) -> str:

@@ -8,14 +8,17 @@ from typing import Any
 
 import msgspec
 
-from laminar.config import Config
+from laminar.config import Config, TaskConfig
 from laminar.errors import ConfigError
 
 
 def check(config: Config) -> Config:
     """`config` itself. Raises ConfigError for a combination that cannot work, naming the keys."""
     problems = (
-        _out_of_range(config) + _without_effect(config) + [message for failed, message in _rules(config) if failed]
+        _out_of_range(config)
+        + _without_effect(config)
+        + _agent_problems(config)
+        + [message for failed, message in _rules(config) if failed]
     )
     if problems:
         raise ConfigError("the configuration cannot work:\n  " + "\n  ".join(problems))
@@ -48,6 +51,7 @@ _LEAST: dict[str, int] = {
     "model.context_tokens_max": 0,
     "task.size": 1,
     "task.reward_workers": 1,
+    "task.agent_memory_mb": 0,
     "task.eval_prompts": 0,
     "rollout.max_concurrent": 1,
     "rollout.local_batch_groups": 0,
@@ -62,8 +66,8 @@ _LEAST: dict[str, int] = {
 }
 """Smallest value that means something."""
 _POSITIVE = (
-    "task.reward_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s", "controller.orphan_timeout_s",
-    "controller.start_timeout_s", "controller.log_commit_s",
+    "task.reward_timeout_s", "task.agent_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s",
+    "controller.orphan_timeout_s", "controller.start_timeout_s", "controller.log_commit_s",
 )  # fmt: skip
 """Time limits: at 0 whatever they limit would be given up before it began."""
 
@@ -77,6 +81,35 @@ def _out_of_range(c: Config) -> list[str]:
 def _value(c: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(c, section), name)
+
+
+_OF_AGENTS = ("agent_timeout_s", "agent_model", "agent_env", "agent_metadata", "agent_memory_mb", "on_rewrite")
+_NOT_WITH_AGENTS = {
+    "trainer.packing": "siblings need not have the same prompt",
+    "rollout.length_floor_median": "an answer ends where the agent's call says",
+    "repack.interval_s": "agents are not moved",
+    "repack.policy": "agents are not moved",
+    "repack.kv_share": "agents are not moved",
+    "repack.requests_max": "agents are not moved",
+}
+"""Keys that would have no effect, or a wrong one, and why."""
+
+
+def _agent_problems(c: Config) -> list[str]:
+    if not c.task.agent:
+        changed = [f"task.{name}" for name in _OF_AGENTS if getattr(c.task, name) != getattr(TaskConfig(), name)]
+        return [f"{key} = {_shown(_value(c, key))} means nothing without task.agent" for key in changed]
+    vain = [key for key in _NOT_WITH_AGENTS if _value(c, key) != _value(Config(), key)]
+    problems = [
+        f"{key} = {_shown(_value(c, key))} is not for a task.agent: {_NOT_WITH_AGENTS[key]}; leave it out"
+        for key in vain
+    ]
+    try:
+        if not c.task.agent_command:
+            problems.append(f"task.agent = {_shown(c.task.agent)}: there is no command in it")
+    except ValueError as error:
+        problems.append(f"task.agent = {_shown(c.task.agent)} is no command line: {error}")
+    return problems
 
 
 def _rules(c: Config) -> list[tuple[bool, str]]:

@@ -249,3 +249,17 @@ def test_reading_a_configuration_loads_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_files_beside_the_configuration_in_an_agents_command_become_absolute(model):
+    (model.parent / "conf").mkdir()
+    for name in ("agent.py", "python"):
+        (model.parent / "conf" / name).write_text("")
+    path = write(
+        "[model]\npath = 'model'\n[task]\nagent = 'python agent.py --task {prompt} other.py'", name="conf/run.toml"
+    )
+    directory = path.parent.absolute()
+    assert load(path, []).task.agent == ["python", str(directory / "agent.py"), "--task", "{prompt}", "other.py"]
+    assert load(path, ["task.agent=./python x"]).task.agent == [str(directory / "python"), "x"]
+    assert load(path, ["task.agent=python x"]).task.agent == "python x"
+    assert load(None, ["model.path=model", 'task.agent=["python", "agent.py"]']).task.agent == ["python", "agent.py"]

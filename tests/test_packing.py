@@ -1,5 +1,7 @@
 """Plans of lines and micro-batches, and the equality of packed and unpacked log-probs on real models."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -163,6 +165,65 @@ def test_siblings_with_different_prompts_are_refused() -> None:
 
 
 def test_a_model_that_mixes_packed_siblings_is_refused() -> None:
-    make_policy(CONFIGS["qwen3"]).check_packing(torch.float32)
+    remedy = 'trainer.packing = "none"'
+    make_policy(CONFIGS["qwen3"]).check_packing(torch.float32, remedy)
     with pytest.raises(ConfigError, match=r'Gemma2ForCausalLM .* set trainer.packing = "none"'):
-        make_policy(UNPACKABLE).check_packing(torch.float32)
+        make_policy(UNPACKABLE).check_packing(torch.float32, remedy)
+
+
+# ---- several contexts in one response ----------------------------------------------------------------------
+
+
+def with_contexts(tokens: Tokens, starts: list[int]) -> Tokens:
+    begins = np.zeros(len(tokens.response), bool)
+    begins[starts] = True
+    return tokens._replace(trained=tokens.trained & ~begins, begins=begins)
+
+
+def context_logprobs(policy: Policy, tokens: Tokens, starts: list[int]) -> torch.Tensor:
+    """Each context alone through the policy; 0 where a context begins, which nothing predicts."""
+    cuts = [0, *starts, len(tokens.response)]
+    parts, prompt = [], tokens.prompt
+    for first, last in itertools.pairwise(cuts):
+        response = tokens.response[first:last]
+        if first:
+            prompt, response = response[:1], response[1:]
+            parts.append(torch.zeros(1))
+        own = Tokens(prompt, response, np.zeros(len(response), np.float32), np.ones(len(response), bool))
+        if len(response):
+            parts.append(policy.frozen_logprobs(collate(((0,),), {0: own})))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("starts", [[3], [1, 4], [5, 6], [8], [2, 8]])
+def test_log_probs_of_further_contexts_are_those_of_each_alone(name: str, starts: list[int]) -> None:
+    policy = make_policy(CONFIGS[name])
+    plain, other, last = make_group(3, 5, [4, 9, 6])
+    tokens = {0: plain, 1: with_contexts(other, starts), 2: last}
+    for plan in (((0, 1, 2),), ((1,), (0,), (2,)), ((0, 1), (2,))):
+        batch = collate(plan, tokens)
+        logprobs = policy.frozen_logprobs(batch)
+        expected = {1: context_logprobs(policy, tokens[1], starts)}
+        expected |= {row: context_logprobs(policy, tokens[row], []) for row in (0, 2)}
+        for row, values in expected.items():
+            got = logprobs[batch.rows == row].clone()
+            if row == 1:
+                got[starts] = 0.0
+            torch.testing.assert_close(got, values, atol=1e-5, rtol=0)
+
+
+def test_tokens_of_the_environment_have_no_part_in_the_gradient() -> None:
+    policy = make_policy(CONFIGS["qwen3"])
+    own = with_contexts(make_group(3, 5, [9])[0], [4])
+    gradients = []
+    for weight in (1.0, 1e6):
+        policy.model.zero_grad()
+        batch = collate(((0,),), {0: own})
+        logprobs, _ = policy.logprobs(batch)
+        weights = torch.where(batch.trained > 0, 1.0, weight)
+        (logprobs * weights * batch.trained).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert gradients[0].abs().sum() > 0
+    assert batch.trained.tolist() == own.trained.astype(np.float32).tolist()

@@ -183,3 +183,32 @@ def test_a_report_carries_version_load_and_interval(progress: Progress) -> None:
     only = progress.report(Version(4, 1), usage, INTERVAL)
     assert (only.version, only.num_running, only.num_waiting, only.kv_tokens) == (Version(4, 1), 2, 1, 30)
     assert (only.decode_busy_s, only.interval_s, only.since) == (0.1, 0.25, 5.0)
+
+
+# ---- agents ------------------------------------------------------------------------------------------------
+
+
+def test_an_agents_attempt_reports_its_prompt_when_it_has_one_and_the_source_of_every_token(progress: Progress) -> None:
+    progress.began(1, GroupId(5), [9, 9, 9, 9])
+    progress.generated(output(2, [3]))
+    progress.grew(1, [1, 2], [-1.0, -1.0], bytes([0, 0]))
+    progress.grew(1, [4], [0.0], bytes([1]))
+    first = report(progress)
+    (prompt,) = first.prompts
+    assert (prompt.group, prompt.trajectory, prompt.attempt, wire.unpack_i32(prompt.tokens)) == (5, 11, 1, [9] * 4)
+    assert (wire.unpack_i32(first.tokens), first.sources) == ([1, 2, 4, 3], bytes([0, 0, 1, 0]))
+    progress.generated(output(2, [3]))
+    assert report(progress).sources == b"", "all are the model's"
+    due = progress.generated(output(1, [], "env"))
+    last = report(progress)
+    assert due is not None
+    assert [(each.finish_reason, each.num_prompt_tokens, each.num_tokens) for each in last.finished] == [("env", 4, 3)]
+
+
+def test_an_attempt_that_gave_up_is_reported_with_its_last_tokens_and_not_again(progress: Progress) -> None:
+    progress.grew(1, [1], [-1.0], bytes([0]))
+    progress.gave_up(1, "data", "agent_failed", "why")
+    first = report(progress)
+    assert rows(first) == [(11, 1, 1), (12, 2, 0)]
+    assert [(each.trajectory, each.kind, each.reason) for each in first.failed] == [(11, "data", "agent_failed")]
+    assert rows(report(progress)) == [(12, 2, 0)]

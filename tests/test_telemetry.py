@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar import wire
@@ -19,6 +20,7 @@ from laminar.core.engine import Core
 from laminar.core.records import Group, GroupState, Step, Timings, Trajectory
 from laminar.core.settings import Settings
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
+from laminar.workers.agents.session import Counted
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -231,6 +233,8 @@ async def test_every_metric_is_documented_and_every_documented_one_exists(world:
     world.telemetry.on_message(
         ROLLOUT, wire.Refreshed(version=Version(4, 0), digest="d", wait_s=0.1, canary_difference=0.0)
     )
+    agents = {name.value: 1 for name in Counted}
+    world.telemetry.on_message(ROLLOUT, msgspec.structs.replace(report(5, 0.1, 0.1), agents=agents))
     world.step_done()
     emitted = (set(world.telemetry.history[0]) - {"step"}) | trainers_names()
     assert len(trainers_names()) > 15
@@ -248,3 +252,15 @@ def test_what_the_display_and_the_summary_read_exists() -> None:
         used = {text for text in texts if NAME.fullmatch(text)}
         assert used
         assert used <= known
+
+
+async def test_what_the_environment_wrote_is_no_generated_token_and_agents_calls_are_counted(world: World) -> None:
+    message = msgspec.structs.replace(
+        report(100, 0.5, 1.0), sources=bytes([0] * 60 + [2] + [1] * 39), agents={"num_calls": 3}
+    )
+    world.telemetry.on_message(ROLLOUT, message)
+    world.telemetry.on_message(ROLLOUT, message)
+    world.step_done()
+    row = world.telemetry.history[0]
+    assert row["perf/generation_tokens_per_s"] * row["timing/wall_s"] == pytest.approx(120)
+    assert row["agent/num_calls"] == 6

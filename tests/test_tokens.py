@@ -345,3 +345,30 @@ async def test_rows_read_in_a_thread_are_whole_while_the_loop_appends(store: Tok
             store.sync()
     stop.set()
     assert all(await asyncio.gather(*readers))
+
+
+def test_an_attempt_may_have_a_prompt_of_its_own(store: TokenStore) -> None:
+    started(store, A, B)
+    store.put_own_prompt(A, 1, i32([5, 6]))
+    put(store, A, 1, 1, [1])
+    with pytest.raises(KeyError):
+        store.rows([B])
+    store.put_own_prompt(B, 1, i32([7]))
+    assert [wire.unpack_i32(row.prompt_tokens) for row in store.rows([A, B])] == [[5, 6], [7]]
+    store.sync()
+    path = store._directory / files(store)[0]
+    assert [(entry.trajectory, entry.group, wire.unpack_i32(entry.tokens)) for entry in read_segment(path)] == [
+        (A, GROUP, [5, 6]), (A, 0, [1]), (B, GROUP, [7])
+    ]  # fmt: skip
+
+
+def test_an_attempt_that_starts_again_has_no_prompt_until_it_says_so_itself(store: TokenStore) -> None:
+    started(store, A)
+    store.put_own_prompt(A, 1, i32([5, 6]))
+    put(store, A, 1, 1, [1])
+    started(store, A, attempt=2)
+    store.put_own_prompt(A, 1, i32([5, 6]))  # an old attempt's last words
+    with pytest.raises(KeyError):
+        store.rows([A])
+    store.put_own_prompt(A, 2, i32([8]))
+    assert wire.unpack_i32(store.rows([A])[0].prompt_tokens) == [8]

@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from trainer_ranks import CPU, Batch, assert_equal_weights, make_config, make_model, run_ranks, whole_weights
 from transformers import AutoModelForCausalLM
 
+from laminar import wire
 from laminar.config import Config, TrainerConfig
 from laminar.ids import Version
 from laminar.rl.advantages import group_advantages
-from laminar.workers.trainer.batch import BatchError, fetch_tokens, plan_step, rows_of
+from laminar.workers.trainer.batch import BatchError, check_window, fetch_tokens, plan_step, rows_of
 from laminar.workers.trainer.trainer import Trainer
 
 
@@ -58,6 +60,20 @@ def test_tokens_that_do_not_fit_their_row_are_refused() -> None:
         fetch_tokens(batch.rows, [0], lambda wanted: [batch.store[1]])
     with pytest.raises(BatchError, match="asked for the tokens of 1 trajectories, got 0"):
         fetch_tokens(batch.rows, [0], lambda wanted: [])
+
+
+def test_sources_say_what_is_trained_and_where_a_context_begins() -> None:
+    batch = Batch()
+    size = batch.rows[0].num_tokens
+    for last, begins in ((0, None), (1, None), (2, [False] * (size - 1) + [True])):
+        own = wire.TokenRow(*msgspec.structs.astuple(batch.store[0])[:4], bytes(size - 1) + bytes([last]))
+        tokens = fetch_tokens(batch.rows, [0], lambda wanted, own=own: [own])[0]
+        assert tokens.trained.tolist() == [True] * (size - 1) + [last == 0]
+        assert (tokens.begins if begins is None else tokens.begins.tolist()) == begins
+    check_window(batch.rows, {0: tokens}, 0)
+    check_window(batch.rows, {0: tokens}, 1000)
+    with pytest.raises(BatchError, match=r"attention window of 3 cannot keep apart: set task.on_rewrite"):
+        check_window(batch.rows, {0: tokens}, 3)
 
 
 # ---- updates -----------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         draining_share=config.rollout.draining_share,
         staleness_budget=config.rollout.staleness_budget,
         ready_groups_max=config.buffer.max_ready_groups,
+        pinned=bool(config.task.agent),
         repack_interval_s=config.repack.interval_s if config.repack.enabled else 0.0,
         repack_kv_share=config.repack.kv_share,
         repack_policy=config.repack.policy,
@@ -296,7 +297,10 @@ class Application:
 
     def _take_tokens(self, report: wire.RolloutReport) -> None:
         for prompt in report.prompts:
-            self._tokens.put_prompt(prompt.group, prompt.tokens)
+            if prompt.trajectory:
+                self._tokens.put_own_prompt(prompt.trajectory, prompt.attempt, prompt.tokens)
+            else:
+                self._tokens.put_prompt(prompt.group, prompt.tokens)
         self._tokens.take(report)
 
     def _tell_failures(self, report: wire.RolloutReport) -> None:

@@ -29,6 +29,7 @@ class Window(msgspec.Struct, kw_only=True):
     canary_differences: list[float] = []
     stall_s: float = 0.0
     num_failed: int = 0
+    agents: dict[str, int] = {}
 
 
 class Telemetry:
@@ -70,10 +71,13 @@ class Telemetry:
 
     def _on_report(self, worker: WorkerId, report: wire.RolloutReport) -> None:
         window = self._window
-        window.tokens_generated += len(report.tokens) // 4
+        num_environment = len(report.sources) - report.sources.count(0)
+        window.tokens_generated += len(report.tokens) // 4 - num_environment
         window.busy_s[worker] = window.busy_s.get(worker, 0.0) + report.decode_busy_s
         window.interval_s[worker] = window.interval_s.get(worker, 0.0) + report.interval_s
         window.num_failed += len(report.failed)
+        for name, num in report.agents.items():
+            window.agents[name] = window.agents.get(name, 0) + num
         if report.decode_busy_s > 0:
             end = report.since + report.interval_s
             self._log.write(
@@ -109,7 +113,7 @@ class Telemetry:
         self._file.write(msgspec.json.encode(row).decode() + "\n")  # a NaN becomes null, which JSON has
         for name, value in metrics.items():
             self._log.write("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (event.step, name, value))
-        self._window = Window(started=event.at)
+        self._window = Window(started=event.at, agents=dict.fromkeys(self._window.agents, 0))
 
     def _of_batch(self, members: list[Trajectory]) -> dict[str, float]:
         branches = self._runtime.core.state.branches
@@ -143,6 +147,7 @@ class Telemetry:
             "rollout/num_pulls": float(window.num_pulls),
             "rollout/num_failed": float(window.num_failed),
             "event_loop_lag/max": self._runtime.take_lag(),
+            **{f"agent/{name}": float(num) for name, num in window.agents.items()},
         }
 
     def _of_buffer(self) -> dict[str, float]:

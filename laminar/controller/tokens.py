@@ -26,7 +26,7 @@ SEGMENT_BYTES = 64 << 20  # large enough that files are few, small enough that f
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One delta on disk: response tokens [start, start + n) of an attempt; group 0 = response, else a prompt's tokens."""
+    """One delta on disk: response tokens [start, start + n) of an attempt; or a prompt's, of a group or (its own) of an attempt."""
 
     trajectory: int
     attempt: int
@@ -35,6 +35,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     sources: bytes
     group: int = 0
+    """0 = response tokens."""
 
 
 class Response(msgspec.Struct):
@@ -46,6 +47,8 @@ class Response(msgspec.Struct):
     logprobs: bytearray
     sources: bytearray
     """One byte per token; empty while all are the model's own."""
+    prompt: bytes | None = None
+    """i32; None = its group's."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +106,7 @@ class TokenStore:
         elif not resume:
             with self._lock:
                 response.tokens, response.logprobs, response.sources = bytearray(), bytearray(), bytearray()
+                response.prompt = None
         response.attempt = attempt
 
     def put_prompt(self, group: GroupId, tokens: bytes) -> None:
@@ -111,6 +115,13 @@ class TokenStore:
         if held is not None:
             held.prompt = tokens
             self._persist(Entry(0, 0, 0, tokens, b"", b"", group), group)
+
+    def put_own_prompt(self, trajectory: TrajectoryId, attempt: int, tokens: bytes) -> None:
+        """The tokens of the prompt of one attempt, which its siblings need not share; nothing if it is an old one."""
+        response = self._responses.get(trajectory)
+        if response is not None and response.attempt == attempt:
+            response.prompt = tokens
+            self._persist(Entry(trajectory, attempt, 0, tokens, b"", b"", response.group), response.group)
 
     def take(self, report: wire.RolloutReport) -> None:
         """All deltas of a report. Raises ProtocolError for arrays that do not fit together."""
@@ -181,11 +192,12 @@ class TokenStore:
     def _row(self, trajectory: TrajectoryId) -> wire.TokenRow:
         response = self._responses[trajectory]
         held = self._groups.get(response.group)
-        if held is None or held.prompt is None:
+        prompt = response.prompt or (held.prompt if held else None)
+        if prompt is None:
             raise KeyError(trajectory)
         with self._lock:
             return wire.TokenRow(
-                trajectory, held.prompt, bytes(response.tokens), bytes(response.logprobs), bytes(response.sources)
+                trajectory, prompt, bytes(response.tokens), bytes(response.logprobs), bytes(response.sources)
             )
 
     @property

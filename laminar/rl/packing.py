@@ -8,6 +8,9 @@ A *line* is one row of a micro-batch: one trajectory, or the siblings of a group
 In a packed line each response attends to the prompt and to itself, causally, and its positions go on after the prompt, so
 its log-probs are those of the unpacked line. The last token of a response is never an input: nothing is predicted from it.
 
+A response may hold several contexts (an agent that rewrites its history): from where one begins, nothing before it in the line is
+attended to, the prompt neither, and positions begin again at 0.
+
 Invariants: every trajectory with at least one response token is in exactly one line; a micro-batch holds at most
 `tokens_max` input positions, padding included, unless a single line is longer; equal lengths give equal plans.
 """
@@ -72,6 +75,10 @@ def plan_micro_batches(
     return tuple(tuple(batch) for batch in batches)
 
 
+PADDING = -1
+"""Segment of what is no input; further contexts have lower numbers, prompt and responses higher ones."""
+
+
 class Tokens(NamedTuple):
     """One trajectory's arrays; P prompt and R response tokens."""
 
@@ -83,6 +90,8 @@ class Tokens(NamedTuple):
     """float32 (R,), of the behaviour policy"""
     trained: np.ndarray
     """bool (R,): false for tokens that the environment wrote"""
+    begins: np.ndarray | None = None
+    """bool (R,): true for the first token of each further context, which the environment wrote; None = there is none"""
 
 
 class MicroBatch(NamedTuple):
@@ -123,7 +132,7 @@ def collate(plan: MicroBatchPlan, tokens: dict[int, Tokens]) -> MicroBatch:
     widths = [len(tokens[line[0]].prompt) + sum(len(tokens[row].response) - 1 for row in line) for line in plan]
     batch, width = len(plan), max(widths)
     inputs = np.zeros((batch, width), np.int64)
-    packed = any(len(line) > 1 for line in plan)
+    packed = any(len(line) > 1 or tokens[line[0]].begins is not None for line in plan)
     positions = np.tile(np.arange(width), (batch, 1)) if packed else None
     segments = np.zeros((batch, width), np.int64) if packed else None
     index: list[np.ndarray] = []
@@ -154,10 +163,11 @@ def _dummy() -> MicroBatch:
 def _place(
     line: Line, tokens: dict[int, Tokens], inputs: np.ndarray, positions: np.ndarray | None, segments: np.ndarray | None
 ) -> None:
-    """Write one line: prompt (segment 0), then each response but its last token (segments 1, 2 …)."""
+    """Write one line: prompt (segment 0), then each response but its last token (segments 1, 2 …; further contexts -2, -3 …)."""
     prompt = tokens[line[0]].prompt
     at = len(prompt)
     inputs[:at] = prompt
+    context = PADDING
     for number, row in enumerate(line, start=1):
         if not np.array_equal(tokens[row].prompt, prompt):
             raise ValueError(f"rows {line[0]} and {row} are siblings of one group, but their prompts differ")
@@ -167,10 +177,19 @@ def _place(
         if positions is not None and segments is not None:
             positions[at:end] = np.arange(len(prompt), len(prompt) + len(shown))
             segments[at:end] = number
+            for start in _context_starts(tokens[row]):
+                context -= 1
+                positions[at + start : end] = np.arange(len(shown) - start)
+                segments[at + start : end] = context
         at = end
     if segments is not None and positions is not None:
-        segments[at:] = -1
+        segments[at:] = PADDING
         positions[at:] = 0
+
+
+def _context_starts(tokens: Tokens) -> list[int]:
+    """Where further contexts begin, as indices into the response; one that would begin with its last token is no input."""
+    return [] if tokens.begins is None else np.flatnonzero(tokens.begins[:-1]).tolist()
 
 
 def _predictors(line: Line, tokens: dict[int, Tokens]) -> Iterable[np.ndarray]:
@@ -183,7 +202,8 @@ def _predictors(line: Line, tokens: dict[int, Tokens]) -> Iterable[np.ndarray]:
 
 
 def _block_mask(segments_BT: Tensor) -> Tensor:
-    """bool (B, 1, T, T): causal, and only within a segment or to the prompt; every position sees itself (softmax needs one)."""
+    """bool (B, 1, T, T): causal, and only within a segment or, from responses, to the prompt; every position sees itself (softmax
+    needs one)."""
     query, key = segments_BT[:, :, None], segments_BT[:, None, :]
     causal = torch.ones(segments_BT.shape[1], segments_BT.shape[1], dtype=torch.bool).tril_()
-    return (((query == key) | (key == 0)) & causal)[:, None]
+    return (((query == key) | ((key == 0) & (query >= PADDING))) & causal)[:, None]

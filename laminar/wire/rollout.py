@@ -69,11 +69,17 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The prompt of a group as this replica's tokenizer encoded it; sent once after each `AssignGroup`."""
+    """The prompt of a group as this replica's tokenizer encoded it; sent once after each `AssignGroup`.
+
+    Or that of one attempt, whose agent has made its first call: siblings may ask in their own words.
+    """
 
     group: GroupId
     tokens: bytes
     """i32"""
+    trajectory: TrajectoryId = TrajectoryId(0)
+    """0 = the prompt is the group's."""
+    attempt: int = 0
 
 
 class RolloutReport(Message, frozen=True, kw_only=True):
@@ -81,7 +87,8 @@ class RolloutReport(Message, frozen=True, kw_only=True):
 
     Per in-flight trajectory i: `trajectories[i]` (i64), `attempts[i]` (i32), `num_tokens[i]` (i32, response tokens
     including this delta), `num_new[i]` (i32). The new tokens of all trajectories follow one another in `tokens`
-    (i32), `logprobs` (f32, behaviour log-prob) and `sources` (u8: 0 = model, 1 = environment; empty = all model).
+    (i32), `logprobs` (f32, behaviour log-prob) and `sources` (u8: 0 = model, 1 = environment, 2 = environment, and the first
+    token of a new context, to which nothing before belongs, the prompt included; empty = all model).
     A finished or failed trajectory appears here in the same report as its last tokens and never again.
     """
 
@@ -107,6 +114,8 @@ class RolloutReport(Message, frozen=True, kw_only=True):
     """Length of the interval, seconds."""
     since: float = 0.0
     """Wall clock (seconds since the epoch) at the interval's start, for the overlap query in `scripts/`."""
+    agents: dict[str, int] = {}
+    """What agents did since the last report, for `agent/…` of docs/metrics.md; what is 0 is left out."""
 
 
 class Refreshed(Message, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     """f32, behaviour log-probs, one per response token (0 for environment tokens)"""
     sources: bytes
-    """u8, one per response token: 0 = model, 1 = environment; empty = all model"""
+    """u8, one per response token, as in `RolloutReport`; empty = all model"""
 
 
 class TokenRequest(msgspec.Struct, frozen=True, array_like=True):

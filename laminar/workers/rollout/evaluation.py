@@ -8,6 +8,7 @@ from laminar import wire
 from laminar.errors import LaminarError
 from laminar.tasks.rewards import Reward, RewardFailure, RewardPool
 from laminar.workers.engines.base import Output
+from laminar.workers.rollout.agents import Agents, Ending
 from laminar.workers.rollout.requests import Requests
 from laminar.workers.rollout.text import TextCodec
 
@@ -24,8 +25,8 @@ class _Live(msgspec.Struct, eq=False):
 class Evaluator:
     """Runs evaluations; give it the engine's outputs."""
 
-    def __init__(self, requests: Requests, codec: TextCodec, rewards: RewardPool) -> None:
-        self._requests, self._codec, self._rewards = requests, codec, rewards
+    def __init__(self, requests: Requests, codec: TextCodec, rewards: RewardPool, agents: Agents | None = None) -> None:
+        self._requests, self._codec, self._rewards, self._agents = requests, codec, rewards, agents
         self._live: dict[int, _Live] = {}
 
     @property
@@ -48,13 +49,16 @@ class Evaluator:
         else:
             live.future.set_exception(EvaluationError(f"the engine ended a request with {output.finish_reason!r}"))
 
-    async def scores(self, prompts: list[wire.Prompt]) -> list[float]:
+    async def scores(self, prompts: list[wire.Prompt], version: str) -> list[float]:
         """The scores of those prompts that can be scored: one that leaves no room for an answer, or whose reward fails, has none.
 
         Raises EvaluationError when the engine or every score fails, PromptError for a prompt that cannot be encoded.
         """
-        encoded = [self._codec.encode(prompt) for prompt in prompts]
-        results = await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
+        if self._agents is not None:
+            results = await asyncio.gather(*(self._score_agent(self._agents, prompt, version) for prompt in prompts))
+        else:
+            encoded = [self._codec.encode(prompt) for prompt in prompts]
+            results = await asyncio.gather(*map(self._score, prompts, [self._ask(tokens) for tokens in encoded]))
         scores = [result.reward for result in results if isinstance(result, Reward)]
         if prompts and not scores:
             reasons = [f"{result.reason}: {result.detail}" for result in results if isinstance(result, RewardFailure)]
@@ -62,6 +66,14 @@ class Evaluator:
                 f"none of {len(prompts)} held-out prompts has a score; {reasons[:1] or 'all are too long'}"
             )
         return scores
+
+    async def _score_agent(self, agents: Agents, prompt: wire.Prompt, version: str) -> Reward | RewardFailure:
+        ending = await agents.answer(prompt, version)
+        if isinstance(ending, Ending):
+            return await self._rewards.score(prompt, ending.answer, prompt.prompt)
+        if ending.kind == "infra":
+            raise EvaluationError(f"{ending.reason}: {ending.detail}")
+        return RewardFailure(kind=ending.kind, reason=ending.reason, detail=ending.detail)
 
     def _ask(self, prompt_tokens: list[int]) -> "asyncio.Future[list[int]] | None":
         if self._requests.num_tokens_max(len(prompt_tokens)) < 1:

@@ -13,6 +13,8 @@ from laminar import wire
 from laminar.ids import GroupId, TrajectoryId, Version
 from laminar.workers.engines.base import Output, Usage
 
+FINISHES = ("stop", "length", "env")
+
 
 class Attempt(msgspec.Struct, kw_only=True, eq=False):
     """One attempt at one trajectory."""
@@ -27,6 +29,10 @@ class Attempt(msgspec.Struct, kw_only=True, eq=False):
     """How many of `tokens` the controller has: at first the prefix."""
     logprobs: list[float] = msgspec.field(default_factory=list)
     """Of the unreported tokens."""
+    sources: bytearray = msgspec.field(default_factory=bytearray)
+    """Of the unreported tokens, as in `wire.RolloutReport`; empty = all are the model's."""
+    answer: str | None = None
+    """What is scored; None = the text of the response."""
     aborted: bool = False
 
     @property
@@ -86,6 +92,32 @@ class Progress:
     def submitted(self, key: int, attempt: Attempt) -> None:
         """The engine generates this attempt under `key`."""
         self._generating[key] = attempt
+
+    def began(self, key: int, group: GroupId, prompt_tokens: list[int]) -> None:
+        """The agent of this attempt has made its first call: it has a prompt now."""
+        attempt = self._generating[key]
+        attempt.num_prompt_tokens = len(prompt_tokens)
+        prompt = wire.PromptTokens(
+            group=group,
+            tokens=wire.pack_i32(prompt_tokens),
+            trajectory=attempt.trajectory,
+            attempt=attempt.attempt,
+        )
+        self._prompts.append(prompt)
+
+    def grew(self, key: int, tokens: list[int], logprobs: list[float], sources: bytes) -> None:
+        """The response of an agent's attempt has new tokens, of model and environment."""
+        attempt = self._generating[key]
+        attempt.tokens += tokens
+        attempt.logprobs += logprobs
+        attempt.sources += sources
+
+    def gave_up(self, key: int, kind: str, reason: str, detail: str) -> None:
+        """An attempt that generates has failed by itself."""
+        attempt = self._generating.pop(key)
+        if attempt.logprobs:
+            self._ended.append(attempt)
+        self.failed(attempt.trajectory, attempt.attempt, kind, reason, detail)
 
     def completed(self, attempt: Attempt, finish_reason: str | None) -> None:
         """Nothing is to be generated, only scored. `finish_reason` None: the controller knows that it is finished."""
@@ -147,7 +179,9 @@ class Progress:
 
     # ---- the report ----------------------------------------------------------------------------------------
 
-    def report(self, version: Version | None, usage: Usage, interval: Interval) -> wire.RolloutReport:
+    def report(
+        self, version: Version | None, usage: Usage, interval: Interval, agents: dict[str, int] | None = None
+    ) -> wire.RolloutReport:
         """Everything since the last report, which is thereby reported."""
         attempts = [*self._ended, *self._generating.values()]
         new = [len(attempt.tokens) - attempt.num_reported for attempt in attempts]
@@ -159,6 +193,7 @@ class Progress:
             num_new=wire.pack_i32(new),
             tokens=wire.pack_i32([token for each in attempts for token in each.tokens[each.num_reported :]]),
             logprobs=wire.pack_f32([logprob for each in attempts for logprob in each.logprobs]),
+            sources=_sources(attempts),
             prompts=self._prompts,
             finished=self._finished,
             rewarded=self._rewarded,
@@ -170,13 +205,14 @@ class Progress:
             decode_busy_s=interval.decode_busy_s,
             interval_s=interval.interval_s,
             since=interval.since,
+            agents=agents or {},
         )
         self._reported(attempts)
         return report
 
     def _reported(self, attempts: list[Attempt]) -> None:
         for attempt in attempts:
-            attempt.num_reported, attempt.logprobs = len(attempt.tokens), []
+            attempt.num_reported, attempt.logprobs, attempt.sources = len(attempt.tokens), [], bytearray()
         self._listed_before = bool(self._generating)
         self._ended, self._prompts, self._finished, self._rewarded = [], [], [], []
         self._failed, self._aborted = [], []
@@ -184,15 +220,22 @@ class Progress:
     def _end(self, attempt: Attempt, output: Output) -> Attempt | None:
         reason = output.finish_reason
         assert reason is not None
-        if attempt.aborted and reason not in ("stop", "length"):
+        if attempt.aborted and reason not in FINISHES:
             self._aborted.append(wire.Aborted(trajectory=attempt.trajectory, attempt=attempt.attempt))
             return None
-        if reason in ("stop", "length"):
+        if reason in FINISHES:
             self._finished.append(_finished(attempt, reason, output.queued_s, output.decode_s))
             self._rewarding[attempt.identity] = attempt
             return attempt
         self.failed(attempt.trajectory, attempt.attempt, "infra", "engine_error", reason.removeprefix("error: "))
         return None
+
+
+def _sources(attempts: list[Attempt]) -> bytes:
+    """Of all unreported tokens; empty if all are the model's."""
+    if not any(attempt.sources for attempt in attempts):
+        return b""
+    return b"".join(bytes(attempt.sources) or bytes(len(attempt.logprobs)) for attempt in attempts)
 
 
 def _finished(attempt: Attempt, reason: str, queued_s: float, decode_s: float) -> wire.Finished:

@@ -27,6 +27,7 @@ from laminar.workers.engines.base import Engine, WeightsBroken
 from laminar.workers.link import Link
 from laminar.workers.relay.client import Lease, RelayClient
 from laminar.workers.relay.manifest import Snapshot
+from laminar.workers.rollout.agents import AgentHost, Agents
 from laminar.workers.rollout.evaluation import EvaluationError, Evaluator
 from laminar.workers.rollout.progress import Attempt, Interval, Progress
 from laminar.workers.rollout.requests import Requests
@@ -65,6 +66,7 @@ class Replica:
         codec: TextCodec,
         relay: RelayClient,
         spawn: Spawn,
+        agents: AgentHost | None = None,
     ) -> None:
         self.version: Version | None = None
         self._link, self._engine, self._rewards, self._codec, self._relay = link, engine, rewards, codec, relay
@@ -73,7 +75,8 @@ class Replica:
         self._flush_interval_s = config.rollout.flush_interval_s
         self._requests = Requests(engine, config.rollout, codec.stop_ids)
         self._progress = Progress()
-        self._evaluator = Evaluator(self._requests, codec, rewards)
+        self._agents = Agents(agents, config, self._requests, codec, engine, self._progress) if agents else None
+        self._evaluator = Evaluator(self._requests, codec, rewards, self._agents)
         self._held: deque[wire.AssignGroup] = deque()
         self._refreshing = False
         self._sighting: Sighting | None = None
@@ -112,6 +115,9 @@ class Replica:
         self._report_if_idle()
 
     def _assign(self, order: wire.AssignGroup) -> None:
+        if self._agents is not None:
+            self._assign_agents(self._agents, order)
+            return
         try:
             prompt_tokens = self._codec.encode_group(order.group, order.prompt)
         except PromptError as error:
@@ -130,6 +136,24 @@ class Replica:
         else:
             for start in starts:
                 self._generate(start, _attempt(start, order.prompt, prompt_tokens), prompt_tokens)
+
+    def _assign_agents(self, agents: Agents, order: wire.AssignGroup) -> None:
+        """Prompts are what the agents make of theirs, so nothing is encoded yet."""
+        if order.version != self.version or self._refreshing:
+            self._fail(order.starts, "infra", "wrong_version", self._wrong_version(order.version))
+            return
+        for start in order.starts:
+            key, attempt = self._requests.new_key(), _attempt(start, order.prompt, [])
+            self._progress.submitted(key, attempt)
+            work = agents.attempt(key, attempt, order.group, start.seed, str(order.version))
+            self._spawn(self._await_agent(work), f"agent of {start.trajectory}")
+
+    async def _await_agent(self, work: Coroutine[Any, Any, Attempt | None]) -> None:
+        due = await work
+        if due is not None:
+            self._spawn(self._score(due), f"reward of {due.trajectory}")
+        self._note_quiet()
+        self._report_if_idle()
 
     def _generate(self, start: wire.TrajectoryStart, attempt: Attempt, prompt_tokens: list[int]) -> None:
         ended = self._requests.ends(attempt.tokens, len(prompt_tokens), start.seed)
@@ -159,7 +183,7 @@ class Replica:
         self._held = deque(order for order in held if order.starts)
         for trajectory, attempt in identities:
             key = self._progress.abort(trajectory, attempt)
-            if key is not None:
+            if key is not None and not (self._agents and self._agents.abort(key)):
                 self._engine.abort(key)
 
     # ---- generation and rewards ----------------------------------------------------------------------------
@@ -168,19 +192,29 @@ class Replica:
         self._drain_planned = False
         for output in self._engine.drain():
             self._evaluator.generated(output)
+            if self._agents is not None:
+                self._agents.generated(output)
             due = self._progress.generated(output)
             if due is not None:
                 self._spawn(self._score(due), f"reward of {due.trajectory}")
-        if not self._progress.num_generating and not self._evaluator.num_generating:
-            self._quiet.set()
+        self._note_quiet()
         self._report_if_idle()
+
+    def _note_quiet(self) -> None:
+        if not self._is_busy:
+            self._quiet.set()
+
+    @property
+    def _is_busy(self) -> bool:
+        busy = self._progress.num_generating or self._evaluator.num_generating
+        return bool(busy or (self._agents and self._agents.num_busy))
 
     def _complete(self, attempt: Attempt, finish_reason: str | None) -> None:
         self._progress.completed(attempt, finish_reason)
         self._spawn(self._score(attempt), f"reward of {attempt.trajectory}")
 
     async def _score(self, attempt: Attempt) -> None:
-        text = self._codec.decode(attempt.tokens)
+        text = self._codec.decode(attempt.tokens) if attempt.answer is None else attempt.answer
         result = await self._rewards.score(attempt.prompt, text, attempt.trajectory)
         if isinstance(result, Reward):
             self._progress.rewarded(attempt, result.reward, result.parts, result.reward_s)
@@ -210,7 +244,8 @@ class Replica:
             interval = Interval(
                 decode_busy_s=usage.busy_s - self._busy_s, interval_s=now - self._began, since=self._since
             )
-            self._link.send(self._progress.report(self.version, usage, interval))
+            counts = self._agents.take_counts() if self._agents else None
+            self._link.send(self._progress.report(self.version, usage, interval, counts))
         self._begin_interval(usage.busy_s)
         self._report_now.clear()
 
@@ -273,7 +308,7 @@ class Replica:
         """Wait for aborted and evaluation requests, which end by themselves; raises when others run."""
         if self._progress.num_unaborted:
             raise RefreshError(f"{self._progress.num_unaborted} trajectories still generate under {self.version}")
-        while self._progress.num_generating or self._evaluator.num_generating:
+        while self._is_busy:
             self._quiet.clear()
             await self._quiet.wait()
 
@@ -281,7 +316,7 @@ class Replica:
         try:
             if order.version != self.version or self._refreshing:
                 raise EvaluationError(self._wrong_version(order.version))
-            scores = await self._evaluator.scores(order.prompts)
+            scores = await self._evaluator.scores(order.prompts, str(order.version))
         except (EvaluationError, PromptError, ValueError) as error:
             self._link.send(wire.EvaluationFailed(evaluation=order.evaluation, reason=str(error)))
             return

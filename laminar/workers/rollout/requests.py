@@ -19,6 +19,16 @@ class Requests:
         self._engine, self._rollout, self._stop_ids = engine, rollout, stop_ids
         self._keys = itertools.count(1)
 
+    @property
+    def num_response_tokens_max(self) -> int:
+        """Most response tokens of a trajectory."""
+        return self._rollout.max_tokens
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Most tokens that the model takes."""
+        return self._engine.context_tokens_max
+
     def num_tokens_max(self, num_prompt_tokens: int) -> int:
         """Most response tokens after such a prompt: `max_tokens`, or what the context leaves; below 1 = no room."""
         return min(self._rollout.max_tokens, self._engine.context_tokens_max - num_prompt_tokens)
@@ -45,9 +55,19 @@ class Requests:
         """Submit an evaluation request; its key. Raises ValueError when the engine can never run it."""
         return self._submit(prompt_tokens, [], 0.0, 0)
 
-    def _submit(self, prompt_tokens: list[int], prefix_tokens: list[int], temperature: float, seed: int) -> int:
+    def new_key(self) -> int:
+        """A key that no request has, for an attempt that makes requests of its own."""
+        return next(self._keys)
+
+    def answer(self, context_tokens: list[int], num_tokens_max: int, seed: int, *, greedy: bool) -> int:
+        """Submit a call of an agent; its key. Raises ValueError when the engine can never run it."""
+        return self._submit(context_tokens, [], 0.0 if greedy else self._rollout.temperature, seed, num_tokens_max)
+
+    def _submit(
+        self, prompt_tokens: list[int], prefix_tokens: list[int], temperature: float, seed: int, num_tokens_max: int = 0
+    ) -> int:
         sampling = SamplingParams(
-            max_tokens=self.num_tokens_max(len(prompt_tokens)),
+            max_tokens=num_tokens_max or self.num_tokens_max(len(prompt_tokens)),
             temperature=temperature,
             top_p=self._rollout.top_p if temperature else 1.0,
             top_k=self._rollout.top_k if temperature else 0,

@@ -57,11 +57,27 @@ class TextCodec:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
+    def decode_all(self, tokens: list[int]) -> str:
+        """Their text with special tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Chat messages as text, up to where an answer begins. Raises PromptError when there is no template, or it refuses."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # chat templates are code and may raise anything
+            raise PromptError(f"the messages cannot be rendered: {type(error).__name__}: {error}") from error
+        return text
+
+    def encode_text(self, text: str, *, special: bool) -> list[int]:
+        """Tokens of a text; `special`: with what the tokenizer puts around a text of its own, such as a first token."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
     def _encode(self, prompt: wire.Prompt) -> list[int]:
         if not prompt.messages:
-            return list(self._tokenizer.encode(prompt.text))
-        text = self._tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return self.encode_text(prompt.text, special=True)
+        return self.encode_text(self.render(prompt.messages), special=False)
 
 
 def _stop_ids(path: Path, eos_token_id: int | None) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from laminar.workers.engines.base import Engine
 from laminar.workers.link import Link, LinkClosed
 from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
+from laminar.workers.rollout.agents import AgentHost
 from laminar.workers.rollout.replica import Replica
 from laminar.workers.rollout.text import TextCodec
 
@@ -40,6 +41,7 @@ class RolloutWorker:
         self._relay_directory = relay_directory
         self._engine: Engine | None = None
         self._rewards: RewardPool | None = None
+        self._agents: AgentHost | None = None
         self._replica: Replica | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -67,8 +69,11 @@ class RolloutWorker:
         await self._rewards.start()
         self._engine = engine = make_engine(self._engine_name, config, self._max_concurrent)
         await engine.start(self._on_finish)
+        if config.task.agent:
+            self._agents = AgentHost(config.task)
+            await self._agents.proxy.start()
         relay = RelayClient(self._relay_directory or paths.shm_directory(welcome.run_id))
-        self._replica = Replica(config, self._link, engine, self._rewards, codec, relay, self._spawn)
+        self._replica = Replica(config, self._link, engine, self._rewards, codec, relay, self._spawn, self._agents)
         ready = wire.RolloutReady(
             num_requests_max=engine.num_requests_max,
             kv_tokens_max=engine.kv_tokens_max,
@@ -102,6 +107,8 @@ class RolloutWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._agents is not None:
+            await self._agents.proxy.stop()
         if self._rewards is not None:
             await self._rewards.stop()
         if self._engine is not None:

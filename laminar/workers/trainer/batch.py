@@ -23,6 +23,8 @@ from laminar.rl.packing import Lengths, Line, MicroBatchPlan, Tokens, line_token
 Fetch = Callable[[list[TrajectoryId]], list[wire.TokenRow]]
 """Blocking; answers in the order asked. Raises LaminarError or OSError."""
 
+MODEL, NEW_CONTEXT = 0, 2  # sources, as in `wire.RolloutReport`
+
 
 class BatchError(LaminarError):
     """Rows and tokens of a batch do not fit together."""
@@ -105,6 +107,16 @@ def fetch_tokens(rows: Sequence[wire.BatchRow], wanted: Sequence[int], fetch: Fe
     return {index: _decode(rows[index], answer) for index, answer in zip(wanted, answers, strict=True)}
 
 
+def check_window(rows: Sequence[wire.BatchRow], tokens: dict[int, Tokens], positions_max: int) -> None:
+    """Raises BatchError for several contexts in a line that is longer than the model's attention window (0 = it has none)."""
+    for index, own in tokens.items():
+        if positions_max and own.begins is not None and len(own.prompt) + len(own.response) > positions_max:
+            raise BatchError(
+                f"trajectory {rows[index].trajectory} has several contexts and {len(own.prompt) + len(own.response)} tokens, "
+                f'which the model\'s attention window of {positions_max} cannot keep apart: set task.on_rewrite = "refuse"'
+            )
+
+
 def _decode(row: wire.BatchRow, answer: wire.TokenRow) -> Tokens:
     expected = (row.trajectory, 4 * row.num_prompt_tokens, 4 * row.num_tokens, 4 * row.num_tokens)
     got = (answer.trajectory, len(answer.prompt_tokens), len(answer.tokens), len(answer.logprobs))
@@ -117,6 +129,11 @@ def _decode(row: wire.BatchRow, answer: wire.TokenRow) -> Tokens:
     logprobs = np.frombuffer(answer.logprobs, np.float32)
     if not np.isfinite(logprobs).all():
         raise BatchError(f"trajectory {row.trajectory} has a behaviour log-prob that is not finite")
+    begins = sources == NEW_CONTEXT
     return Tokens(
-        np.frombuffer(answer.prompt_tokens, np.int32), np.frombuffer(answer.tokens, np.int32), logprobs, sources == 0
+        prompt=np.frombuffer(answer.prompt_tokens, np.int32),
+        response=np.frombuffer(answer.tokens, np.int32),
+        logprobs=logprobs,
+        trained=sources == MODEL,
+        begins=begins if begins.any() else None,
     )

@@ -15,6 +15,7 @@ from laminar.workers.trainer.collective import max_over_ranks, sum_over_ranks
 
 _SUMS = (
     "tokens",
+    "environment",
     "positions",
     "inputs",
     "entropy",
@@ -40,6 +41,10 @@ class TokenMetrics:
         """One micro-batch of `num_positions` input positions, of which `num_inputs` are not padding."""
         self._sums["positions"] += num_positions
         self._sums["inputs"] += num_inputs
+
+    def add_environment(self, num_tokens: int) -> None:
+        """Response tokens of this rank that are not trained, because the environment wrote them."""
+        self._sums["environment"] += num_tokens
 
     def add_policy(
         self, *, mask: Tensor, entropy: Tensor, loss: Tensor, clipped: Tensor, logprobs: Tensor, old_logprobs: Tensor
@@ -77,6 +82,7 @@ class TokenMetrics:
             "importance_ratio/mean": sums["ratio"] / tokens,
             "importance_ratio/max": maxima["ratio"],
             "num_tokens/trained": sums["tokens"],
+            "num_tokens/environment": sums["environment"],
             "num_tokens/computed": sums["positions"],
             "num_tokens/padded": sums["positions"] - sums["inputs"],
         }

@@ -201,8 +201,8 @@ class Policy:
         if self._fsdp and self._defer:
             self.model.set_requires_gradient_sync(is_last)
 
-    def check_packing(self, dtype: torch.dtype) -> None:
-        """Raises ConfigError if this model lets packed siblings see one another (recurrent layers, own masks).
+    def check_packing(self, dtype: torch.dtype, remedy: str) -> None:
+        """Raises ConfigError, naming the remedy, if parts of a line see one another in this model (recurrent layers, own masks).
 
         Compares two siblings packed and unpacked; every rank must call it.
         """
@@ -216,8 +216,8 @@ class Policy:
         difference = (values[0] - values[1]).abs().max().item()
         if not difference <= PACKING_TOLERANCE[dtype]:
             raise ConfigError(
-                f"{type(self.model).__name__} gives other log-probs for packed siblings (difference {difference:.3g}): "
-                'set trainer.packing = "none" for this model'
+                f"{type(self.model).__name__} gives other log-probs where siblings or contexts share a line (difference "
+                f"{difference:.3g}): set {remedy} for this model"
             )
 
     def attention_window(self) -> int:

@@ -23,7 +23,15 @@ from laminar.ids import Version
 from laminar.rl.advantages import group_advantages
 from laminar.rl.losses import clipped_policy_loss
 from laminar.rl.packing import MicroBatch, MicroBatchPlan, Tokens, collate
-from laminar.workers.trainer.batch import BatchError, Fetch, MiniBatchPlan, fetch_tokens, plan_step, rows_of
+from laminar.workers.trainer.batch import (
+    BatchError,
+    Fetch,
+    MiniBatchPlan,
+    check_window,
+    fetch_tokens,
+    plan_step,
+    rows_of,
+)
 from laminar.workers.trainer.collective import first_failure, sum_over_ranks
 from laminar.workers.trainer.metrics import TokenMetrics, batch_metrics
 from laminar.workers.trainer.model import Policy
@@ -69,7 +77,7 @@ class StepRunner:
         started = time.perf_counter()
         window = self._policy.attention_window()
         plans = plan_step(rows, self._config.trainer, world_size=self._world_size, positions_max=window)
-        tokens = self._fetch(rows, plans, fetch)
+        tokens = self._fetch(rows, plans, fetch, window)
         fetched = time.perf_counter()
         advantages = group_advantages(
             [row.reward for row in rows],
@@ -78,6 +86,7 @@ class StepRunner:
         )
         share = self._share(rows, plans, tokens, advantages, version)
         metrics = TokenMetrics(self._device)
+        metrics.add_environment(sum(int((~own.trained).sum()) for own in tokens.values()))
         old = self._prepare(share, metrics) if self._needs_preparation(plans) else None
         prepared = time.perf_counter()
         updates = [self._update(share, number, old, metrics) for number in range(len(plans))]
@@ -91,12 +100,15 @@ class StepRunner:
             "timing/step_s": ended - started,
         }
 
-    def _fetch(self, rows: Sequence[wire.BatchRow], plans: list[MiniBatchPlan], fetch: Fetch) -> dict[int, Tokens]:
+    def _fetch(
+        self, rows: Sequence[wire.BatchRow], plans: list[MiniBatchPlan], fetch: Fetch, window: int
+    ) -> dict[int, Tokens]:
         """Ranks agree before they go on, so that all of them name the cause and not the peer that went away."""
         tokens: dict[int, Tokens] = {}
         cause: Exception | None = None
         try:
             tokens = fetch_tokens(rows, rows_of(plans, self._rank), fetch)
+            check_window(rows, tokens, window)
         except (LaminarError, OSError) as error:
             cause = error
         reason = None if cause is None else f"{type(cause).__name__}: {cause}"

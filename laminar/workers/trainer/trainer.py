@@ -60,7 +60,9 @@ class Trainer:
         )
         self.policy = Policy(self.model, temperature=config.rollout.temperature, device=device)
         if config.trainer.packing == "group":
-            self.policy.check_packing(dtype)
+            self.policy.check_packing(dtype, 'trainer.packing = "none"')
+        if config.task.agent and config.task.on_rewrite == "split":
+            self.policy.check_packing(dtype, 'task.on_rewrite = "refuse"')
         self.parameters = local_parameters(self.model)
         self.optimizer = Optimizer(self.parameters, config.trainer)
         self.manifest = plan_manifest(self.parameters, published_dtype(config.relay.dtype, device))

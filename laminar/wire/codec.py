@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from laminar.errors import ProtocolError
-from laminar.wire.relay import FromRelay
+from laminar.wire.relay import FromRelay, ToRelay
 from laminar.wire.rollout import FromRollout, ToRollout
 from laminar.wire.session import FromAny, ToAny
 from laminar.wire.trainer import FromTrainer, TokenRequest, TokenRow, ToTrainer
@@ -13,7 +13,7 @@ from laminar.wire.trainer import FromTrainer, TokenRequest, TokenRow, ToTrainer
 FRAME_BYTES_MAX = 64 << 20  # one flush of 256 trajectories x 2k tokens is ~5 MB; 64 MiB is clearly wrong
 
 FromWorker = FromAny | FromRollout | FromTrainer | FromRelay
-FromController = ToAny | ToRollout | ToTrainer
+FromController = ToAny | ToRollout | ToTrainer | ToRelay
 
 
 class WorkerEnvelope(msgspec.Struct, frozen=True, array_like=True):

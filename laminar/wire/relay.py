@@ -1,4 +1,6 @@
-"""Messages from a relay to the controller."""
+"""Messages between a relay and the controller."""
+
+import msgspec
 
 from laminar.ids import Version
 from laminar.wire.session import Message
@@ -9,6 +11,8 @@ class RelayReady(Message, frozen=True, kw_only=True):
 
     directory: str
     """The relay's directory under /dev/shm; `relay.sock` and the slots lie there."""
+    chain_port: int = 0
+    """Where the neighbour upstream connects on this host; 0 = it takes part in no chain."""
 
 
 class VersionReady(Message, frozen=True, kw_only=True):
@@ -17,6 +21,13 @@ class VersionReady(Message, frozen=True, kw_only=True):
     version: Version
     digest: str
     num_bytes: int
+
+
+class VersionHeld(Message, frozen=True, kw_only=True):
+    """A version came through the chain: it is complete in this relay and its digest is the master's."""
+
+    version: Version
+    digest: str
 
 
 class VersionLost(Message, frozen=True, kw_only=True):
@@ -32,4 +43,30 @@ class VersionDropped(Message, frozen=True, kw_only=True):
     version: Version
 
 
-FromRelay = RelayReady | VersionReady | VersionLost | VersionDropped
+class LinkBroken(Message, frozen=True, kw_only=True):
+    """The link to this neighbour ended, could not be made, or made no progress."""
+
+    peer: str
+    epoch: int
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    """A relay to connect to."""
+
+    name: str
+    host: str
+    port: int
+
+
+class ArrangeChain(Message, frozen=True, kw_only=True):
+    """This relay's place in the chain of `epoch`; links of older epochs are void."""
+
+    epoch: int
+    upstream: str | None
+    """Name of the relay that will connect; None: this one is the first."""
+    downstream: Neighbour | None
+    """The relay to connect to; None: this one is the last."""
+
+
+FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken
+ToRelay = ArrangeChain

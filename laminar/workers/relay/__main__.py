@@ -7,6 +7,7 @@ of SIGKILL; what that leaves is swept by the next relay that starts on the host.
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -15,11 +16,14 @@ from pathlib import Path
 
 import structlog
 
-from laminar.errors import LaminarError
-from laminar.wire import RelayReady, Stop, VersionDropped, VersionLost, VersionReady, WorkerFailed
+from laminar.errors import LaminarError, StartError
+from laminar.wire import RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
+from laminar.workers.relay.chain import CHUNK_BYTES, Place
 from laminar.workers.relay.daemon import RelayServer
+from laminar.workers.relay.versions import Told
+from laminar.workers.transport import make_transport
 
 log = structlog.get_logger("laminar.relay")
 
@@ -46,10 +50,24 @@ def _parse() -> argparse.Namespace:
     where.add_argument("--run-id", help="stand alone, under this name")
     parser.add_argument("--name", default="relay-0", help="this worker's name (default: %(default)s)")
     parser.add_argument("--slots", type=int, help="version slots (default: relay.slots of the run, or 3)")
+    parser.add_argument(
+        "--listen", metavar="HOST[:PORT]", type=_address, help="take part in a chain, with links to this address"
+    )
+    parser.add_argument(
+        "--progress-timeout", type=float, default=0.5, metavar="S", help="a link without a byte for so long is broken"
+    )
+    parser.add_argument("--chunk-mib", type=int, default=CHUNK_BYTES >> 20, metavar="N", help="most sent in one go")
     arguments = parser.parse_args()
     if arguments.slots is not None and arguments.slots < 2:
         parser.error(f"--slots {arguments.slots}: at least 2 (newest and incoming)")
     return arguments
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "0")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"expected HOST or HOST:PORT, got {text!r}")
+    return host, int(port)
 
 
 async def _run(arguments: argparse.Namespace) -> int:
@@ -73,7 +91,16 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def _serve_alone(arguments: argparse.Namespace) -> int:
     directory = paths.create(arguments.run_id, run_directory="")
-    await _serve(RelayServer(directory, arguments.slots or 3, _log_event), asyncio.Event().wait)
+    server = RelayServer(directory, arguments.slots or 3, _log_event)
+    if arguments.listen is not None:
+        token = os.environ.get("LAMINAR_TOKEN", "")
+        if not token:
+            raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
+        transport = make_transport("tcp", arguments.progress_timeout)
+        chunk_bytes = arguments.chunk_mib << 20
+        place = Place(arguments.name, token, transport, *arguments.listen, chunk_bytes=chunk_bytes)
+        server.join_chain(place, _log_broken)
+    await _serve(server, asyncio.Event().wait)
     return 0
 
 
@@ -114,7 +141,11 @@ async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) ->
             paths.remove(server.directory)
 
 
-def _log_event(event: VersionReady | VersionLost | VersionDropped) -> None:
+def _log_broken(peer: str, epoch: int) -> None:
+    log.warning("relay_link_broken", peer=peer, epoch=epoch)
+
+
+def _log_event(event: Told) -> None:
     log.info("relay_event", event_kind=type(event).__name__, version=str(event.version))
 
 

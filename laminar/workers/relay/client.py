@@ -28,6 +28,7 @@ from typing import Self, TypeVar
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
+from laminar.wire import Neighbour
 from laminar.workers.canary import Canary
 from laminar.workers.relay import protocol
 from laminar.workers.relay.digest import digest
@@ -111,6 +112,10 @@ class RelayClient:
         if verify:
             lease.verify()
         return lease
+
+    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None) -> None:
+        """Give a relay that stands alone its place in a chain. Raises RelayError."""
+        self._ask(protocol.Arrange(epoch=epoch, upstream=upstream, downstream=downstream), protocol.Done)
 
     def status(self) -> Status:
         """Slots, their states, leases and bytes, now. Raises RelayError."""

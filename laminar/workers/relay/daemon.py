@@ -1,7 +1,7 @@
 """The relay's server: one Unix socket on which local trainer ranks publish versions and rollouts lease them.
 
-It moves no weight bytes: writers and readers map the slot files themselves. What it adds is who may touch which slot
-(`slots.SlotTable`), the digest of a complete version, and the cleaning up after peers that died.
+It moves no weight bytes: writers and readers map the slot files themselves. What becomes of versions is in `versions.Versions`;
+here is who may touch which slot, and the cleaning up after peers that died.
 
 Invariants:
 * What a connection opened (publications, leases) ends with it.
@@ -11,11 +11,12 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,21 @@ import structlog
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
-from laminar.wire import VersionDropped, VersionLost, VersionReady
+from laminar.wire import Neighbour
 from laminar.workers.relay import protocol
-from laminar.workers.relay.digest import combine, digest_blocks
+from laminar.workers.relay.chain import Chain, Place
+from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.protocol import RelayError
-from laminar.workers.relay.slot_files import SlotFiles, free_bytes
-from laminar.workers.relay.slots import Slot, SlotTable, check_manifest
+from laminar.workers.relay.slot_files import free_bytes
+from laminar.workers.relay.slots import Slot
+from laminar.workers.relay.versions import FILL_TIMEOUT_S, Told, Versions
 
 log = structlog.get_logger("laminar.relay")
 
 CONNECTIONS_MAX = 1024  # ranks, replicas and their leases of one host; more is a leak in a client
 FRAME_TIMEOUT_S = 10.0  # from a frame's header to its end, and for the peer to take a reply: both are local copies
+BROKEN_KEPT = 16  # broken links that the status shows
 WAIT_S_MAX = 600.0  # longest wait that `Acquire` may ask for
-FILL_TIMEOUT_S = 600.0  # a rank that has not committed after this hangs; the version is lost, the run goes on
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
@@ -49,36 +52,24 @@ class _Connection:
 
 
 class RelayServer:
-    """Serves `directory` (made by `paths.create`), whose removal stays with the caller.
-
-    `on_event` gets `VersionReady`, `VersionLost` and `VersionDropped` on the event loop and must not block. `free` tells the bytes
-    that can still be allocated under a directory.
-    """
+    """Serves the versions of `directory` (made by `paths.create`), whose removal stays with the caller; else see `Versions`."""
 
     def __init__(
         self,
         directory: Path,
         num_slots: int,
-        on_event: Callable[[VersionReady | VersionLost | VersionDropped], None],
+        on_event: Callable[[Told], None],
         *,
         free: Callable[[Path], int] = free_bytes,
         fill_timeout_s: float = FILL_TIMEOUT_S,
     ) -> None:
         self.directory = directory
-        self._table = SlotTable(num_slots, self._report_lost, self._report_dropped)
-        self._num_slots = num_slots
-        self._on_event = on_event
-        self._free = free
-        self._fill_timeout_s = fill_timeout_s
-        self._files: SlotFiles | None = None
-        self._allocating = asyncio.Lock()
-        self._prefaulted: list[asyncio.Future[None]] = []
-        self._deadlines: dict[Version, asyncio.TimerHandle] = {}
-        self._changed = asyncio.Event()
+        self.versions = Versions(directory, num_slots, on_event, free=free, fill_timeout_s=fill_timeout_s)
+        self._table = self.versions.table
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._connections: dict[_Connection, None] = {}
-        # Two threads: one may prefault the later slots while the first version is digested in the other.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
+        self._chain: Chain | None = None
+        self._broken: deque[str] = deque(maxlen=BROKEN_KEPT)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -89,17 +80,37 @@ class RelayServer:
         """Stop listening, drop all peers and threads, unmap. The files stay."""
         if self._server is not None:
             self._server.close()
-        if self._files is not None:
-            self._files.stop.set()
-        for deadline in self._deadlines.values():
-            deadline.cancel()
+        if self._chain is not None:
+            await asyncio.to_thread(self._chain.close)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._files is not None:
-            self._files.close()
+        await self.versions.close()
+
+    # ---- the chain
+
+    def join_chain(self, place: Place, on_broken: Callable[[str, int], None]) -> int:
+        """Listen for a neighbour upstream; the port. `on_broken(peer, epoch)` is called on the loop. Raises StartError."""
+        loop = asyncio.get_running_loop()
+
+        def broken(peer: str, epoch: int) -> None:
+            self._broken.append(f"{epoch}: {peer}")
+            on_broken(peer, epoch)
+
+        def told(peer: str, epoch: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who cares
+                loop.call_soon_threadsafe(broken, peer, epoch)
+
+        self._chain = Chain(place, ChainStore(self.versions), told)
+        self.versions.on_news = self._chain.wake
+        return self._chain.port
+
+    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None) -> None:
+        """Take this place in the chain. Raises RelayError when it has not joined one."""
+        if self._chain is None:
+            raise RelayError("this relay takes part in no chain: start it with --listen")
+        self._chain.arrange(epoch, upstream, downstream)
 
     # ---- connections
 
@@ -177,46 +188,29 @@ class RelayServer:
                 return await self._acquire(connection, request)
             case protocol.Release():
                 return self._release(connection, request)
+            case protocol.Arrange():
+                self.arrange(request.epoch, request.upstream, request.downstream)
+                return protocol.Done()
             case protocol.GetStatus():
                 return self._status()
 
     async def _begin(self, connection: _Connection, request: protocol.Begin) -> protocol.Begun:
-        version, manifest = request.version, request.manifest
-        check_manifest(manifest)
-        files = await self._allocated(version, manifest.num_bytes)
-        if manifest.num_bytes > files.capacity_bytes:
-            raise RelayError(
-                f"begin of {version}: {manifest.num_bytes} bytes do not fit in slots of {files.capacity_bytes} bytes, "
-                f"which were made for the first version; restart the run to change the model's size"
-            )
-        slot = self._table.begin(version, manifest, request.rank, request.world_size)
+        version = request.version
+        slot = await self.versions.begin(version, request.manifest, request.rank, request.world_size)
         if slot is None:
             return protocol.Begun(file=None)
         connection.writing[version, request.rank] = None
-        if len(slot.writing) + len(slot.committed) == 1:
-            loop = asyncio.get_running_loop()
-            self._deadlines[version] = loop.call_later(self._fill_timeout_s, self._expire, version)
-        await self._backed(connection, slot, request.rank)
-        return protocol.Begun(file=files.names[slot.index])
-
-    async def _backed(self, connection: _Connection, slot: Slot, rank: int) -> None:
-        """Wait until the slot's pages are there; if they cannot be had, the version is lost."""
-        version = slot.version
-        assert version is not None
         try:
-            await asyncio.shield(self._prefaulted[slot.index])
-        except OSError as error:
-            reason = f"the pages of slot {slot.index} cannot be backed: {error}; free memory on this host"
-            del connection.writing[version, rank]
-            self._table.leave(version, rank, reason)
-            raise RelayError(f"begin of {version}: {reason}") from error
+            await self.versions.backed(slot, request.rank)
+        except RelayError:
+            connection.writing.pop((version, request.rank), None)
+            raise
+        return protocol.Begun(file=self._file(slot))
 
     def _commit(self, connection: _Connection, request: protocol.Commit) -> protocol.Done:
         self._check_writer(connection, request.version, request.rank)
         del connection.writing[request.version, request.rank]
-        complete = self._table.commit(request.version, request.rank, request.canary)
-        if complete is not None:
-            self._start(self._finish(complete), f"digest of {request.version}")
+        self.versions.commit(request.version, request.rank, request.canary)
         return protocol.Done()
 
     def _abandon(self, connection: _Connection, request: protocol.Abandon) -> protocol.Done:
@@ -231,34 +225,19 @@ class RelayServer:
 
     async def _acquire(self, connection: _Connection, request: protocol.Acquire) -> protocol.Leased:
         if request.wait_s > 0:
-            await self._wait_until_ready(request.version, min(request.wait_s, WAIT_S_MAX))
+            await self.versions.until_ready(request.version, min(request.wait_s, WAIT_S_MAX))
         lease, slot = self._table.lease(request.version)
         connection.leases[lease] = None
-        assert self._files is not None
         assert slot.version is not None
         assert slot.manifest is not None
-        file = self._files.names[slot.index]
         return protocol.Leased(
             lease=lease,
             version=slot.version,
             digest=slot.digest,
-            file=file,
+            file=self._file(slot),
             manifest=slot.manifest,
             canary=slot.canary,
         )
-
-    async def _wait_until_ready(self, version: Version | None, wait_s: float) -> None:
-        def decided() -> bool:
-            if version is None:
-                return self._table.newest is not None
-            return self._table.ready(version) is not None or self._table.is_settled(version)
-
-        try:
-            async with asyncio.timeout(wait_s):
-                while not decided():
-                    await self._changed.wait()
-        except TimeoutError:
-            pass  # the lease that follows says what is here instead
 
     def _release(self, connection: _Connection, request: protocol.Release) -> protocol.Done:
         if request.lease not in connection.leases:
@@ -268,88 +247,22 @@ class RelayServer:
         return protocol.Done()
 
     def _status(self) -> protocol.Status:
-        names = self._files.names if self._files is not None else [f"slot-{slot.index}" for slot in self._table.slots]
+        files = self.versions.files
         return protocol.Status(
-            slots=[_slot_status(slot, names[slot.index]) for slot in self._table.slots],
-            capacity_bytes=self._files.capacity_bytes if self._files is not None else 0,
+            slots=[_slot_status(slot, self._file(slot)) for slot in self._table.slots],
+            capacity_bytes=files.capacity_bytes if files is not None else 0,
             num_connections=len(self._connections),
-            num_prefaulted=sum(future.done() for future in self._prefaulted),
+            num_prefaulted=self.versions.num_prefaulted,
+            chain_port=self._chain.port if self._chain is not None else 0,
+            chain_epoch=self._chain.epoch if self._chain is not None else 0,
+            chain_broken=list(self._broken),
         )
 
-    # ---- slots
-
-    async def _allocated(self, version: Version, num_bytes: int) -> SlotFiles:
-        """The slot files, made now if this is the first manifest. Raises RelayError, the same to every rank."""
-        async with self._allocating:
-            if self._files is not None:
-                return self._files
-            self._table.is_superseded(version)
-            files = SlotFiles(self.directory, self._num_slots, num_bytes)
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._threads, files.allocate, self._free)
-            except RelayError as error:
-                self._table.refuse(version, str(error))
-                raise
-            self._prefaulted = [loop.create_future() for _ in range(self._num_slots)]
-            self._files = files
-            self._start(self._prefault(files), "prefault")
-            return files
-
-    async def _prefault(self, files: SlotFiles) -> None:
-        for index, backed in enumerate(self._prefaulted):
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._threads, files.prefault, index)
-            except OSError as error:
-                backed.set_exception(error)
-                backed.exception()  # retrieved, also if no version ever comes to this slot
-            else:
-                backed.set_result(None)
-
-    async def _finish(self, slot: Slot) -> None:
-        """Digest a complete version, then let readers in."""
-        assert self._files is not None
-        assert slot.version is not None
-        with self._files.view(slot.index, slot.num_bytes) as view:
-            blocks = await asyncio.get_running_loop().run_in_executor(
-                self._threads, digest_blocks, view, self._files.stop
-            )
-        digest = combine(blocks, slot.num_bytes)
-        if slot.lost:
-            return
-        self._cancel_deadline(slot.version)
-        self._table.finish(slot.version, digest, blocks)
-        self._wake()
-        self._on_event(VersionReady(version=slot.version, digest=digest, num_bytes=slot.num_bytes))
-
-    def _expire(self, version: Version) -> None:
-        """A publication that is not READY in time is lost, so that a hung rank cannot keep a slot in silence."""
-        slot = self._table.filling(version)
-        if slot is not None:
-            missing = [rank for rank in range(slot.world_size) if rank not in slot.committed]
-            self._table.lose(version, f"ranks {missing} did not commit within {self._fill_timeout_s:g} s")
-
-    def _cancel_deadline(self, version: Version) -> None:
-        deadline = self._deadlines.pop(version, None)
-        if deadline is not None:
-            deadline.cancel()
-
-    def _report_lost(self, version: Version, reason: str) -> None:
-        self._cancel_deadline(version)
-        self._wake()
-        self._on_event(VersionLost(version=version, reason=reason))
-
-    def _report_dropped(self, version: Version) -> None:
-        self._on_event(VersionDropped(version=version))
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _file(self, slot: Slot) -> str:
+        files = self.versions.files
+        return files.names[slot.index] if files is not None else f"slot-{slot.index}"
 
     # ---- tasks
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._own(asyncio.create_task(work, name=name))
 
     def _own(self, task: asyncio.Task[Any]) -> None:
         self._tasks[task] = None

@@ -10,6 +10,7 @@ import msgspec
 
 from laminar.errors import LaminarError, ProtocolError
 from laminar.ids import Version
+from laminar.wire import Neighbour
 from laminar.workers.canary import Canary
 from laminar.workers.relay.manifest import Manifest
 
@@ -62,6 +63,15 @@ class Release(_Struct, frozen=True, kw_only=True):
     """End a lease of this connection."""
 
     lease: int
+
+
+class Arrange(_Struct, frozen=True, kw_only=True):
+    """This relay's place in the chain of `epoch`, for one that stands alone; else the controller tells it."""
+
+    epoch: int
+    upstream: str | None
+    """Name of the relay that will connect; None: this one is the first."""
+    downstream: Neighbour | None
 
 
 class GetStatus(_Struct, frozen=True, kw_only=True):
@@ -119,9 +129,14 @@ class Status(_Struct, frozen=True, kw_only=True):
     num_connections: int
     num_prefaulted: int
     """Slots whose pages are all backed."""
+    chain_port: int = 0
+    """Where the neighbour upstream connects; 0 = this relay takes part in no chain."""
+    chain_epoch: int = 0
+    chain_broken: list[str] = []
+    """`epoch: peer` of the links that broke, the last ones."""
 
 
-Request = Begin | Commit | Abandon | Acquire | Release | GetStatus
+Request = Begin | Commit | Abandon | Acquire | Release | Arrange | GetStatus
 Reply = Begun | Done | Leased | Refusal | Status
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,6 +4,7 @@ Invariant: all pages of a file are reserved before anybody maps it, so a full /d
 SIGBUS later. First touch of fresh pages costs tens of warm writes, so `prefault` backs them before the first writer.
 """
 
+import contextlib
 import mmap
 import os
 import threading
@@ -62,12 +63,17 @@ class SlotFiles:
 
     def view(self, index: int, num_bytes: int) -> memoryview:
         """The first bytes of a slot, read-only."""
+        return memoryview(self._maps[index]).toreadonly()[:num_bytes]
+
+    def writable(self, index: int, num_bytes: int) -> memoryview:
+        """The first bytes of a slot, for what comes from the neighbour upstream."""
         return memoryview(self._maps[index])[:num_bytes]
 
     def close(self) -> None:
-        """Unmap. All views must be released. The files stay: they go with the directory."""
+        """Unmap; what a thread of the chain still looks at goes with that thread. The files stay: they go with the directory."""
         for mapping in self._maps:
-            mapping.close()
+            with contextlib.suppress(BufferError):
+                mapping.close()
         self._maps.clear()
 
     def _reserve(self, path: Path) -> None:
@@ -77,7 +83,7 @@ class SlotFiles:
                 if self.stop.is_set():
                     return
                 os.posix_fallocate(descriptor, start, min(ALLOCATE_BYTES, self.capacity_bytes - start))
-            self._maps.append(mmap.mmap(descriptor, self.capacity_bytes, prot=mmap.PROT_READ))
+            self._maps.append(mmap.mmap(descriptor, self.capacity_bytes))
         finally:
             os.close(descriptor)
 

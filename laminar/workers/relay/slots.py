@@ -7,7 +7,7 @@
 Invariants:
 * A version is in one slot at most. Every rank gets the same answer for it, also one that comes late.
 * A leased slot is never written; the newest READY slot (in order of publication) is never recycled.
-* The slot of a lost version stays FILLING until no live writer can touch it.
+* The slot of a lost version stays FILLING until no live writer can touch it and nobody reads it any more.
 """
 
 import enum
@@ -101,7 +101,7 @@ class SlotTable:
         slot = self._writer(version, rank, "commit")
         del slot.writing[rank]
         if slot.lost:
-            self._free_if_unwritten(slot)
+            self._free_if_unused(slot)
             raise RelayError(
                 f"commit of {version} by rank {rank}: the version is lost ({slot.lost}); publish the next one"
             )
@@ -114,7 +114,7 @@ class SlotTable:
         slot = self._writer(version, rank, "abandon")
         del slot.writing[rank]
         self.lose(version, reason)
-        self._free_if_unwritten(slot)
+        self._free_if_unused(slot)
 
     def lose(self, version: Version, reason: str) -> None:
         """A version that fills will never be READY. Its slot is FREE as soon as no live writer is left."""
@@ -123,8 +123,20 @@ class SlotTable:
             return
         slot.lost = reason
         self._settle(version, f"{version} is lost ({reason})")
-        self._free_if_unwritten(slot)
+        self._free_if_unused(slot)
         self._on_lost(version, reason)
+
+    def drop(self, version: Version, rank: int) -> None:
+        """The only writer leaves, and nobody is told: the version may begin again."""
+        slot = self._writer(version, rank, "drop")
+        del slot.writing[rank]
+        slot.lost = "dropped"
+        self.forget(version)
+        self._free_if_unused(slot)
+
+    def forget(self, version: Version) -> None:
+        """It may begin again, also if it was superseded."""
+        self._outcomes.pop(version, None)
 
     def refuse(self, version: Version, reason: str) -> None:
         """All ranks of a version that has no slot are to get this error."""
@@ -160,15 +172,20 @@ class SlotTable:
         if slot is None:
             wanted = "a version" if version is None else str(version)
             raise RelayError(f"lease of {wanted}: not ready in this relay; {self.describe()}")
+        return self.follow(slot), slot
+
+    def follow(self, slot: Slot) -> int:
+        """A lease of a slot whose version may still be coming."""
         self._num_leases += 1
         slot.leases[self._num_leases] = None
-        return self._num_leases, slot
+        return self._num_leases
 
     def release(self, lease: int) -> None:
         """Raises RelayError for a lease that is not held."""
         for slot in self.slots:
             if lease in slot.leases:
                 del slot.leases[lease]
+                self._free_if_unused(slot)
                 return
         raise RelayError(f"release of lease {lease}: no such lease")
 
@@ -234,8 +251,8 @@ class SlotTable:
             raise RelayError(f"{what} of {version}: rank {rank} has not begun it, or has committed it already")
         return slot
 
-    def _free_if_unwritten(self, slot: Slot) -> None:
-        if slot.lost and not slot.writing:
+    def _free_if_unused(self, slot: Slot) -> None:
+        if slot.lost and not slot.writing and not slot.leases:
             self._reset(slot)
 
     def _reset(self, slot: Slot) -> Slot:

@@ -1,0 +1,178 @@
+"""What two neighbours of the chain say to each other over one link.
+
+    upstream (nearer the master)                      downstream
+            ── Hello{epoch, nonce} ──────────────────────►
+            ◄───────────────────────────── Challenge{…} ──      both prove that they know the run's token
+            ── Proof ────────────────────────────────────►
+            ◄────────────────────────── Welcome | Refused ──
+            ── Offer{version, manifest} ─────────────────►
+            ◄────────────────────────────── Have{offset} ──      from where on it lacks bytes
+            ── bytes, bytes, … ──────────────────────────►      each forwarded as it arrives
+            ── End{digest} ──────────────────────────────►
+            ◄────────────────────────────────── Done{…} ──
+    both    ── nothing ──                                       whenever they have nothing else to say
+
+A frame is a header and a body: a message in msgpack, or the bytes of a version. Whoever waits says `nothing` now and then, so
+that silence means a dead or hanging peer.
+"""
+
+import hashlib
+import hmac
+import struct
+from typing import Literal
+
+import msgspec
+
+from laminar.errors import ProtocolError
+from laminar.ids import Version
+from laminar.workers.canary import Canary
+from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest
+from laminar.workers.transport import Link
+
+HEADER = struct.Struct("<BQQ")
+"""Kind, length of the body, offset in the version."""
+NOTHING, MESSAGE, BYTES = 0, 1, 2
+MESSAGE_BYTES_MAX = 64 << 20  # a manifest of a million tensors
+CHUNK_BYTES_MAX = 1 << 30
+NONCE_BYTES = 16
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag."""
+
+
+class Hello(_Struct, frozen=True, kw_only=True):
+    """The first word, from upstream."""
+
+    name: str
+    epoch: int
+    nonce: bytes
+
+
+class Challenge(_Struct, frozen=True, kw_only=True):
+    """The downstream end's proof, and its own challenge."""
+
+    proof: bytes
+    nonce: bytes
+
+
+class Proof(_Struct, frozen=True, kw_only=True):
+    """The upstream end's proof."""
+
+    proof: bytes
+
+
+class Welcome(_Struct, frozen=True, kw_only=True):
+    """Both are neighbours in this epoch."""
+
+
+class Refused(_Struct, frozen=True, kw_only=True):
+    """`early`: the downstream end has not heard of that epoch yet; try again soon. Else this link is of no use."""
+
+    reason: str
+    early: bool = False
+
+
+class Offer(_Struct, frozen=True, kw_only=True):
+    """Upstream has this version, or gets it right now."""
+
+    version: Version
+    manifest: Manifest
+
+
+class Have(_Struct, frozen=True, kw_only=True):
+    """Send from `offset` on; -1: it has no place for it now, or had it once."""
+
+    version: Version
+    offset: int
+    complete: bool = False
+    """Nothing is missing and the digest is known."""
+
+
+class End(_Struct, frozen=True, kw_only=True):
+    """All bytes are sent; empty digest = upstream lost the version in mid-way."""
+
+    version: Version
+    digest: str
+    canary: Canary | None = None
+
+
+class Done(_Struct, frozen=True, kw_only=True):
+    """Complete and verified, or not."""
+
+    version: Version
+    verified: bool
+
+
+Message = Hello | Challenge | Proof | Welcome | Refused | Offer | Have | End | Done
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_NOTHING = HEADER.pack(NOTHING, 0, 0)
+
+
+def proof(token: str, role: Literal["upstream", "downstream"], hello: Hello, challenge_nonce: bytes) -> bytes:
+    """What only a process of this run can compute. Each role has its own, so none can be sent back."""
+    text = b"\0".join((role.encode(), hello.name.encode(), str(hello.epoch).encode(), hello.nonce, challenge_nonce))
+    return hmac.digest(token.encode(), text, hashlib.sha256)
+
+
+def send_nothing(link: Link) -> None:
+    """A sign of life."""
+    link.send(_NOTHING)
+
+
+def send(link: Link, message: Message) -> None:
+    """One message."""
+    body = _encoder.encode(message)
+    link.send(HEADER.pack(MESSAGE, len(body), 0) + body)
+
+
+def send_bytes(link: Link, offset: int, part: memoryview) -> None:
+    """Bytes of the version that was offered last, from `offset` on."""
+    link.send(HEADER.pack(BYTES, part.nbytes, offset), part)
+
+
+class Frames:
+    """The receiving side of one link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._header = bytearray(HEADER.size)
+
+    def next(self) -> Message | tuple[int, int]:
+        """A message; or (offset, length) of bytes, which the caller takes off the link. Signs of life are skipped.
+
+        Raises LinkEnded; ProtocolError for what is neither.
+        """
+        while True:
+            self._link.receive_into(memoryview(self._header))
+            kind, length, offset = HEADER.unpack(self._header)
+            if kind == BYTES and 0 < length <= CHUNK_BYTES_MAX:
+                return offset, length
+            if kind == MESSAGE and 0 < length <= MESSAGE_BYTES_MAX:
+                return self._message(length)
+            if kind != NOTHING or length:
+                raise ProtocolError(f"{self._link.peer} sent a frame of kind {kind} with {length} bytes")
+
+    def expect(self, *kinds: type) -> Message:
+        """The next message, of one of these kinds. Raises ProtocolError for another, else as `next`."""
+        message = self.next()
+        if not isinstance(message, kinds):
+            raise ProtocolError(
+                f"{self._link.peer} sent {message!r} instead of {' or '.join(k.__name__ for k in kinds)}"
+            )
+        return message
+
+    def _message(self, length: int) -> Message:
+        body = bytearray(length)
+        self._link.receive_into(memoryview(body))
+        try:
+            return _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"{self._link.peer} sent a malformed message of {length} bytes: {error}") from error
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """The largest multiple of a digest block that is not above `num_bytes`."""
+    return num_bytes // BLOCK_BYTES * BLOCK_BYTES

@@ -1,0 +1,80 @@
+"""One version on its way through this relay: how much of it is here, and who waits for more.
+
+The receiver of the link from upstream (or nobody, when ranks of this host wrote it) advances it; the sender to downstream
+follows. A flow outlives links: a new upstream goes on where the old one stopped.
+"""
+
+import threading
+
+import xxhash
+
+from laminar.ids import Version
+from laminar.workers.canary import Canary
+from laminar.workers.relay.digest import combine
+from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest
+
+
+class Flow:
+    """`buffer`: the version's bytes in their slot, writable if they are still to come.
+
+    Invariant: bytes [0, `received`) are those of the version and never change again; `blocks` has their digests.
+    """
+
+    def __init__(self, version: Version, manifest: Manifest, buffer: memoryview) -> None:
+        self.version, self.manifest, self.buffer = version, manifest, buffer
+        self.num_bytes = manifest.num_bytes
+        self.received = 0
+        self.blocks = bytearray()
+        self.digest = ""
+        """Known when it is complete and verified."""
+        self.canary: Canary | None = None
+        self.lost = False
+        self._changed = threading.Condition()
+
+    @classmethod
+    def complete(
+        cls, version: Version, manifest: Manifest, buffer: memoryview, digest: str, canary: Canary | None
+    ) -> "Flow":
+        """A version that is READY."""
+        flow = cls(version, manifest, buffer)
+        flow.received = flow.num_bytes
+        flow.digest, flow.canary = digest, canary
+        return flow
+
+    def next_block(self) -> memoryview:
+        """Where the bytes of the next digest block go."""
+        return self.buffer[self.received : min(self.received + BLOCK_BYTES, self.num_bytes)]
+
+    def advance(self, block: memoryview) -> None:
+        """The next block is in place."""
+        self.blocks += xxhash.xxh3_128_digest(block)
+        with self._changed:
+            self.received += block.nbytes
+            self._changed.notify_all()
+
+    def verifies(self, digest: str) -> bool:
+        """All bytes are here and they are the master's."""
+        return self.received == self.num_bytes and combine(bytes(self.blocks), self.num_bytes) == digest
+
+    def finish(self, digest: str, canary: Canary | None) -> None:
+        """Complete and verified."""
+        with self._changed:
+            self.digest, self.canary = digest, canary
+            self._changed.notify_all()
+
+    def lose(self) -> None:
+        """It will never be complete."""
+        with self._changed:
+            self.lost = True
+            self._changed.notify_all()
+
+    def wait_for(self, num_bytes: int, timeout_s: float) -> int:
+        """Bytes that are here, once they are so many, or it is lost, or after the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.received >= num_bytes or self.lost, timeout_s)
+            return self.received
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Until it is complete and verified, or lost, or after the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.digest) or self.lost, timeout_s)

@@ -1,0 +1,284 @@
+"""The versions of one relay: slots, the files behind them, and what becomes of a version from its first byte to READY or lost.
+
+Lives on the event loop; slow work (allocation, first touch of pages, digests) goes on in two threads. Ranks of this host fill
+versions through the daemon's socket, the neighbour upstream through the chain.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from laminar.ids import Version
+from laminar.wire import VersionDropped, VersionHeld, VersionLost, VersionReady
+from laminar.workers.canary import Canary
+from laminar.workers.relay.digest import combine, digest_blocks
+from laminar.workers.relay.flow import Flow
+from laminar.workers.relay.manifest import Manifest
+from laminar.workers.relay.protocol import RelayError
+from laminar.workers.relay.slot_files import SlotFiles, free_bytes
+from laminar.workers.relay.slots import Slot, SlotTable, check_manifest
+
+log = structlog.get_logger("laminar.relay")
+
+FILL_TIMEOUT_S = 600.0  # a rank that has not committed after this hangs; the version is lost, the run goes on
+
+Told = VersionReady | VersionHeld | VersionLost | VersionDropped
+UPSTREAM = 0
+"""The chain fills a slot as the only rank of a world of one."""
+
+
+class Versions:
+    """`on_event` gets what the controller is to know, on the event loop, and must not block. `free` tells the bytes that can
+    still be allocated under a directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        num_slots: int,
+        on_event: Callable[[Told], None],
+        *,
+        free: Callable[[Path], int] = free_bytes,
+        fill_timeout_s: float = FILL_TIMEOUT_S,
+    ) -> None:
+        self.directory, self.num_slots = directory, num_slots
+        self.table = SlotTable(num_slots, self._report_lost, self._report_dropped)
+        self.files: SlotFiles | None = None
+        self.on_news: Callable[[], None] = lambda: None
+        """Called when a version became READY."""
+        self._on_event, self._free, self._fill_timeout_s = on_event, free, fill_timeout_s
+        self._allocating = asyncio.Lock()
+        self._prefaulted: list[asyncio.Future[None]] = []
+        self._deadlines: dict[Version, asyncio.TimerHandle] = {}
+        self._changed = asyncio.Event()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        # Two threads: one may prefault the later slots while the first version is digested in the other.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
+        self._incoming: Flow | None = None
+        """What the neighbour upstream sends, or sent last."""
+
+    @property
+    def num_prefaulted(self) -> int:
+        """Slots whose pages are all backed."""
+        return sum(future.done() for future in self._prefaulted)
+
+    async def close(self) -> None:
+        """End the threads, unmap. The files stay."""
+        if self.files is not None:
+            self.files.stop.set()
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._incoming = None
+        if self.files is not None:
+            self.files.close()
+
+    # ---- filling
+
+    async def begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> Slot | None:
+        """The slot that this rank writes to; call `backed` before it does. None = superseded. Raises RelayError."""
+        slot = await self._begin(version, manifest, rank, world_size)
+        if slot is not None and len(slot.writing) + len(slot.committed) == 1:
+            loop = asyncio.get_running_loop()
+            self._deadlines[version] = loop.call_later(self._fill_timeout_s, self._expire, version)
+        return slot
+
+    async def _begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> Slot | None:
+        check_manifest(manifest)
+        files = await self._allocated(version, manifest.num_bytes)
+        if manifest.num_bytes > files.capacity_bytes:
+            raise RelayError(
+                f"begin of {version}: {manifest.num_bytes} bytes do not fit in slots of {files.capacity_bytes} bytes, "
+                f"which were made for the first version; restart the run to change the model's size"
+            )
+        return self.table.begin(version, manifest, rank, world_size)
+
+    async def backed(self, slot: Slot, rank: int) -> None:
+        """Wait until the slot's pages are there; if they cannot be had, the version is lost and RelayError raised."""
+        version = slot.version
+        assert version is not None
+        try:
+            await asyncio.shield(self._prefaulted[slot.index])
+        except OSError as error:
+            reason = f"the pages of slot {slot.index} cannot be backed: {error}; free memory on this host"
+            self.table.leave(version, rank, reason)
+            raise RelayError(f"begin of {version}: {reason}") from error
+
+    def commit(self, version: Version, rank: int, canary: Canary | None) -> None:
+        """The rank has written all its bytes; READY follows when all have. Raises RelayError."""
+        complete = self.table.commit(version, rank, canary)
+        if complete is not None:
+            self._start(self._digest(complete), f"digest of {version}")
+
+    async def _digest(self, slot: Slot) -> None:
+        """Digest what ranks wrote, then let readers in."""
+        assert self.files is not None
+        assert slot.version is not None
+        with self.files.view(slot.index, slot.num_bytes) as view:
+            blocks = await asyncio.get_running_loop().run_in_executor(
+                self._threads, digest_blocks, view, self.files.stop
+            )
+        digest = combine(blocks, slot.num_bytes)
+        if slot.lost:
+            return
+        self._ready(slot.version, digest, blocks)
+        self._on_event(VersionReady(version=slot.version, digest=digest, num_bytes=slot.num_bytes))
+
+    def _ready(self, version: Version, digest: str, blocks: bytes) -> None:
+        self._cancel_deadline(version)
+        self.table.finish(version, digest, blocks)
+        self._wake()
+        self.on_news()
+
+    def _expire(self, version: Version) -> None:
+        """A publication that is not READY in time is lost, so that a hung rank cannot keep a slot in silence."""
+        slot = self.table.filling(version)
+        if slot is not None:
+            missing = [rank for rank in range(slot.world_size) if rank not in slot.committed]
+            self.table.lose(version, f"ranks {missing} did not commit within {self._fill_timeout_s:g} s")
+
+    def _cancel_deadline(self, version: Version) -> None:
+        deadline = self._deadlines.pop(version, None)
+        if deadline is not None:
+            deadline.cancel()
+
+    # ---- the chain
+
+    async def accept(self, version: Version, manifest: Manifest) -> Flow | None:
+        """Where the neighbour upstream is to go on with this version; None: there is no place for it, or it was here and went."""
+        ready = self.table.ready(version)
+        if ready is not None:
+            return self._flow_of(ready)
+        if self._incoming is not None and self._incoming.version == version and not self._incoming.lost:
+            return self._incoming
+        if self._incoming is not None:
+            self.lose(self._incoming, f"upstream went on with {version}")
+        try:
+            slot = await self._begin(version, manifest, UPSTREAM, 1)
+            if slot is None:
+                self.table.forget(version)
+                return None
+            await self.backed(slot, UPSTREAM)
+        except RelayError as error:
+            log.warning("relay_version_not_taken", version=str(version), reason=str(error))
+            return None
+        assert self.files is not None
+        self._incoming = Flow(version, manifest, self.files.writable(slot.index, manifest.num_bytes))
+        return self._incoming
+
+    def finish(self, flow: Flow, digest: str, canary: Canary | None) -> None:
+        """What came from upstream is complete and verified."""
+        if flow is not self._incoming or flow.lost:
+            return
+        self.table.commit(flow.version, UPSTREAM, canary)
+        self._ready(flow.version, digest, bytes(flow.blocks))
+        flow.finish(digest, canary)
+        self._incoming = None
+        self._on_event(VersionHeld(version=flow.version, digest=digest))
+
+    def lose(self, flow: Flow, reason: str) -> None:
+        """It will never be complete. The controller is not told: it counts on complete holders only."""
+        if flow is not self._incoming or flow.lost:
+            return
+        self._incoming = None
+        log.info("relay_flow_lost", version=str(flow.version), received=flow.received, reason=reason)
+        flow.lose()
+        self.table.drop(flow.version, UPSTREAM)
+
+    def lose_incoming(self) -> None:
+        """This relay is the master now: nobody sends the rest of what was coming."""
+        if self._incoming is not None:
+            self.lose(self._incoming, "this relay is the first of the chain now")
+
+    def newest(self) -> tuple[Flow, int] | None:
+        """The newest version that is READY or comes from upstream, under a lease."""
+        ready, incoming = self.table.newest, self._incoming
+        coming = self.table.filling(incoming.version) if incoming is not None else None
+        if incoming is not None and coming is not None and (ready is None or coming.order > ready.order):
+            return incoming, self.table.follow(coming)
+        return None if ready is None else (self._flow_of(ready), self.table.follow(ready))
+
+    def _flow_of(self, slot: Slot) -> Flow:
+        assert self.files is not None
+        assert slot.version is not None
+        assert slot.manifest is not None
+        view = self.files.view(slot.index, slot.num_bytes)
+        return Flow.complete(slot.version, slot.manifest, view, slot.digest, slot.canary)
+
+    # ---- readers
+
+    async def until_ready(self, version: Version | None, wait_s: float) -> None:
+        """Wait until the version (None = any) is READY or never will be, or the time is over."""
+
+        def decided() -> bool:
+            if version is None:
+                return self.table.newest is not None
+            return self.table.ready(version) is not None or self.table.is_settled(version)
+
+        try:
+            async with asyncio.timeout(wait_s):
+                while not decided():
+                    await self._changed.wait()
+        except TimeoutError:
+            pass  # the lease that follows says what is here instead
+
+    # ---- memory
+
+    async def _allocated(self, version: Version, num_bytes: int) -> SlotFiles:
+        """The slot files, made now if this is the first manifest. Raises RelayError, the same to every rank."""
+        async with self._allocating:
+            if self.files is not None:
+                return self.files
+            self.table.is_superseded(version)
+            files = SlotFiles(self.directory, self.num_slots, num_bytes)
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(self._threads, files.allocate, self._free)
+            except RelayError as error:
+                self.table.refuse(version, str(error))
+                raise
+            self._prefaulted = [loop.create_future() for _ in range(self.num_slots)]
+            self.files = files
+            self._start(self._prefault(files), "prefault")
+            return files
+
+    async def _prefault(self, files: SlotFiles) -> None:
+        for index, backed in enumerate(self._prefaulted):
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._threads, files.prefault, index)
+            except OSError as error:
+                backed.set_exception(error)
+                backed.exception()  # retrieved, also if no version ever comes to this slot
+            else:
+                backed.set_result(None)
+
+    # ---- reports and tasks
+
+    def _report_lost(self, version: Version, reason: str) -> None:
+        self._cancel_deadline(version)
+        self._wake()
+        self._on_event(VersionLost(version=version, reason=reason))
+
+    def _report_dropped(self, version: Version) -> None:
+        self._on_event(VersionDropped(version=version))
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("relay_task_failed", task=task.get_name(), exc_info=error)

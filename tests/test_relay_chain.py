@@ -1,0 +1,124 @@
+"""Versions flow from relay to relay: real processes, real sockets, real shared memory."""
+
+import signal
+import socket
+
+import pytest
+from chain_world import Relay, arrange, chain
+from relay_world import LIMIT_S
+
+from laminar.workers.relay.client import RelayError
+
+SMALL = 3 * (1 << 20) + 4096  # ends within a digest block
+MEDIUM = 48 << 20  # more than the buffers between two relays hold
+LARGE = 96 << 20  # takes long enough on loopback for something to happen in the middle
+
+
+def test_a_published_version_reaches_every_relay_whole():
+    with chain(4) as relays:
+        version = relays[0].publish(1, SMALL)
+        assert all(relay.holds(version, SMALL) for relay in relays)
+
+
+def test_the_newest_of_a_burst_reaches_the_last_relay():
+    with chain(3) as relays:
+        for step in range(1, 6):
+            version = relays[0].publish(step, SMALL)
+            assert relays[0].holds(version, SMALL)
+        assert relays[2].holds(version, SMALL)
+
+
+def test_a_late_joiner_is_filled_by_its_neighbour():
+    with chain(2) as relays:
+        version = relays[0].publish(1, SMALL)
+        assert relays[1].holds(version, SMALL)
+        late = Relay("late")
+        try:
+            arrange(2, [*relays, late])
+            assert late.holds(version, SMALL)
+        finally:
+            late.end()
+
+
+@pytest.mark.parametrize("victims", [(1,), (3,), (1, 2), (1, 2, 3)], ids=["first", "last", "adjacent", "all"])
+def test_survivors_of_killed_relays_get_the_whole_version_after_one_new_epoch(victims: tuple[int, ...]):
+    with chain(4) as relays:
+        version = relays[0].publish(1, LARGE)
+        relays[victims[0]].until(lambda status: any(slot.state == "filling" for slot in status.slots))
+        for victim in victims:
+            relays[victim].kill()
+        survivors = [relay for number, relay in enumerate(relays) if number not in victims]
+        arrange(2, survivors)
+        assert all(relay.holds(version, LARGE) for relay in survivors)
+
+
+def test_a_killed_neighbour_is_reported_with_its_epoch():
+    with chain(3) as relays:
+        relays[0].until(lambda status: status.chain_epoch == 1)
+        version = relays[0].publish(1, SMALL)
+        assert relays[2].holds(version, SMALL)
+        relays[1].kill()
+        for end in (relays[0], relays[2]):
+            assert end.until(lambda status: bool(status.chain_broken)).chain_broken == ["1: r1"]
+
+
+def test_a_stopped_relay_is_reported_while_bytes_are_due_and_wakes_up_fenced():
+    with chain(3, progress_timeout_s=0.5) as relays:
+        first = relays[0].publish(1, MEDIUM)
+        assert relays[2].holds(first, MEDIUM)
+        relays[1].signal(signal.SIGSTOP)
+        second = relays[0].publish(2, MEDIUM)
+        assert relays[0].until(lambda status: bool(status.chain_broken)).chain_broken[0] == "1: r1"
+        arrange(2, [relays[0], relays[2]])
+        assert relays[2].holds(second, MEDIUM)
+        relays[1].signal(signal.SIGCONT)
+        third = relays[0].publish(3, MEDIUM)
+        assert relays[2].holds(third, MEDIUM)
+        with pytest.raises(RelayError, match="not ready"):
+            relays[1].client.lease(third)
+
+
+def test_the_master_may_die_and_a_complete_holder_goes_on():
+    with chain(3) as relays:
+        first = relays[0].publish(1, MEDIUM)
+        assert relays[2].holds(first, MEDIUM)
+        relays[0].publish(2, MEDIUM)
+        relays[0].kill()
+        arrange(2, relays[1:])
+        third = relays[1].publish(3, MEDIUM)
+        assert relays[1].holds(third, MEDIUM)
+        assert relays[2].holds(third, MEDIUM)
+
+
+def test_a_reader_holds_its_version_while_others_flow_through_its_relay():
+    with chain(2) as relays:
+        first = relays[0].publish(1, SMALL)
+        with relays[1].client.lease(first, wait_s=LIMIT_S) as lease:
+            for step in range(2, 8):
+                version = relays[0].publish(step, SMALL)
+                assert relays[1].holds(version, SMALL)
+            lease.verify()
+
+
+def test_a_stranger_without_the_runs_token_gets_no_link():
+    stranger = Relay("stranger", token="another token")
+    try:
+        with chain(1) as relays:
+            stranger.client.arrange(1, None, relays[0].neighbour)
+            relays[0].client.arrange(2, "stranger", None)
+            stranger.client.arrange(2, None, relays[0].neighbour)
+            version = stranger.publish(1, SMALL)
+            stranger.until(lambda status: bool(status.chain_broken))
+            with pytest.raises(RelayError, match="not ready"):
+                relays[0].client.lease(version)
+    finally:
+        stranger.end()
+
+
+def test_garbage_and_silence_on_the_port_harm_nobody():
+    with chain(2) as relays:
+        port = relays[1].neighbour.port
+        with socket.create_connection(("127.0.0.1", port)) as garbage, socket.create_connection(("127.0.0.1", port)):
+            garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+            version = relays[0].publish(1, SMALL)
+            assert relays[1].holds(version, SMALL)

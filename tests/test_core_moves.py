@@ -51,6 +51,30 @@ def test_a_check_explains_itself_for_every_replica() -> None:
     assert reasons[WorkerId("r1")].startswith("destination")
 
 
+def test_the_reasons_of_the_last_check_that_moved_anything_are_kept() -> None:
+    driver = tailing()
+    assert driver.core.state.repack.moved_at == 0.0
+    check(driver)
+    moved_at = driver.at
+    (moving,) = driver.generating("r0")
+    driver.report("r0", {moving: 5}, aborted=[moving])
+    check(driver)
+    record = driver.core.state.repack
+    assert (record.checked_at, record.moved_at) == (driver.at, moved_at)
+    assert not any(reason.startswith("source") for reason in record.reasons.values())
+    assert record.moved_reasons[WorkerId("r0")].startswith("source")
+
+
+def test_a_check_says_why_a_replica_takes_no_part() -> None:
+    driver = tailing()
+    check(driver)
+    driver.join("r2")
+    check(driver)
+    reasons = driver.core.state.repack.reasons
+    assert reasons[WorkerId("r0")] == "takes no part: it is being emptied by an earlier check"
+    assert reasons[WorkerId("r2")] == "takes no part: pulls v0"
+
+
 def test_the_emptied_replica_pulls_the_newest_version_at_once() -> None:
     driver = tailing(batch_groups=1, buffer_groups_max=3)
     third = driver.generating("r0")[0]

@@ -140,7 +140,8 @@ def test_the_status_says_how_much_moved_and_why_each_replica_is_a_source_or_not(
     assert repack["moved_tokens"] > 0
     assert repack["reasons"].keys() <= {f"rollout-{index}" for index in range(finished.case.replicas)}
     assert all(repack["reasons"].values())
-    assert repack["checked_at"] > 0
+    assert repack["checked_at"] >= repack["moved_at"] > 0
+    assert any(reason.startswith("source") for reason in repack["moved_reasons"].values())
 
 
 def test_a_move_keeps_every_token_once(finished: Finished) -> None:

@@ -64,10 +64,12 @@ def _relays(state: State) -> dict[str, object]:
 
 
 def _repack(record: RepackRecord) -> dict[str, object]:
-    """All checks so far in numbers, and why each replica was a source, a destination or neither in the last one."""
+    """All checks so far in numbers; why each replica was a source or not in the last, and in the last that moved anything."""
     return {
         "checked_at": record.checked_at,
         "reasons": dict(record.reasons),
+        "moved_at": record.moved_at,
+        "moved_reasons": dict(record.moved_reasons),
         "checks": record.num_checks,
         "emptied": record.num_released,
         "moves": record.num_moves,

@@ -36,7 +36,9 @@ def check(turn: Turn) -> None:
     plan = _plan(turn, replicas)
     for replica in replicas:
         replica.kv_previous = replica.kv_tokens
-    record.reasons, record.checked_at, record.num_checks = plan.reasons, turn.at, record.num_checks + 1
+    record.reasons, record.checked_at, record.num_checks = plan.reasons | _absent(turn), turn.at, record.num_checks + 1
+    if plan.moves:
+        record.moved_reasons, record.moved_at = record.reasons, turn.at
     record.planned = _transfers(turn, plan.moves)
 
 
@@ -45,6 +47,18 @@ def _plan(turn: Turn, replicas: list[Replica]) -> repack.Plan:
         return repack.Plan(moves=[], reasons=dict.fromkeys((replica.id for replica in replicas), PINNED))
     planner = spread.plan if turn.settings.repack_policy == "parts" else repack.plan
     return planner([load(turn, replica) for replica in replicas])
+
+
+def _absent(turn: Turn) -> dict[WorkerId, str]:
+    """Why the replicas that take no part do not."""
+    absent = [replica for replica in turn.state.replicas.values() if not _takes_part(turn, replica)]
+    return {replica.id: f"takes no part: {_why_absent(turn, replica)}" for replica in absent}
+
+
+def _why_absent(turn: Turn, replica: Replica) -> str:
+    if replica.leaving:
+        return "it is being emptied by an earlier check"
+    return health.status(turn, replica).reason
 
 
 def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:

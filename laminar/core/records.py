@@ -245,6 +245,10 @@ class RepackRecord(msgspec.Struct, kw_only=True):
     checked_at: float = 0.0
     reasons: dict[WorkerId, str] = {}
     """Why each replica is a source, a destination, or neither."""
+    moved_at: float = 0.0
+    """When a check last proposed moves; 0 = never."""
+    moved_reasons: dict[WorkerId, str] = {}
+    """`reasons` of that check, which others have followed."""
     num_checks: int = 0
     num_released: int = 0
     """Replicas emptied."""

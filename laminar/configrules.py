@@ -25,7 +25,7 @@ def check(config: Config) -> Config:
     return config
 
 
-_PARTNERS: tuple[tuple[str, str, Any], ...] = (
+PARTNERS: tuple[tuple[str, str, Any], ...] = (
     ("rollout.draining_share", "rollout.refresh_policy", "continuous"),
     ("rollout.staleness_budget", "rollout.refresh_policy", "rolling"),
     ("repack.policy", "repack.enabled", True),
@@ -38,7 +38,7 @@ def _without_effect(c: Config) -> list[str]:
     """Keys that were changed in vain."""
     return [
         f"{key} = {_shown(_value(c, key))} means nothing without {partner} = {_shown(needed)}"
-        for key, partner, needed in _PARTNERS
+        for key, partner, needed in PARTNERS
         if _value(c, key) != _value(Config(), key) and _value(c, partner) != needed
     ]
 

@@ -110,6 +110,7 @@ def test_lengths_can_come_from_a_real_run(capsys, tmp_path):
         (["--set", "ready_groups_max=63"], "a batch of batch_groups = 64 would never fill"),
         (["--set", "buffer_groups_max=63"], "a batch of batch_groups = 64 would never fill"),
         (["--set", "on_stale=wait"], "on_stale means nothing without --set max_staleness=…"),
+        (["--set", "straggler_factor=2"], "straggler_factor means nothing without --set stragglers=drop"),
         (["--set", "staleness_budget=1"], "staleness_budget means nothing without --policy rolling"),
         (["--set", "repack_kv_share=0.5", "--repack", "off"], "repack_kv_share means nothing with --repack off"),
         (["--set", "group_size=0"], "group_size = 0: at least 1"),

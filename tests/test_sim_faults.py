@@ -9,6 +9,7 @@ from test_sim_world import SHORT, scenario
 
 from laminar.core import bounds
 from laminar.core.actions import AbortAttempts, StartTrainStep
+from laminar.core.records import Replica, State
 from laminar.core.versions import newest
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId
@@ -70,18 +71,20 @@ def test_engine_crash_right_after_a_flush_loses_almost_nothing():
     assert early.measures.num_tokens_lost < late.measures.num_tokens_lost / 20
 
 
-def test_engine_crash_of_the_only_holder_of_a_version_loses_no_more_because_another_pulls_that_version():
-    world = scenario(workload=LONG, iterations=STEPS, repack=False).world()
-    injector = Injector(world, FaultPlan(restart_s=20.0), seed=1)
+def crash_the_only_holder(world: World, plan: FaultPlan, recycled: bool | None = None) -> None:
+    """A run in which the last replica of an old version crashes when tokens of it were reported. `recycled`: only when no
+    relay (True) or some relay (False) has that version."""
+    injector = Injector(world, plan, seed=1)
+
+    def alone(state: State) -> list[Replica]:
+        held = [version for r in state.replicas.values() for version in (r.version, r.target)]
+        return [r for r in state.replicas.values() if held.count(r.version) == 1 and r.version < newest(state).version]
 
     def crash_when_alone() -> None:
         state = world.core.state
-        held = [version for r in state.replicas.values() for version in (r.version, r.target)]
-        behind = [
-            r for r in state.replicas.values() if held.count(r.version) == 1 and r.version < newest(state).version
-        ]
-        reported = [r for r in behind if any(state.trajectories[t].num_tokens for t in r.attempts)]
-        if reported:
+        reported = [r for r in alone(state) if any(state.trajectories[t].num_tokens for t in r.attempts)]
+        on_relays = [any(r.version in relay.held for relay in state.relays.values()) for r in reported]
+        if reported and on_relays[0] != recycled:
             injector.strike("engine_crash", reported[0].id)
         else:
             world.after(0.5, crash_when_alone)
@@ -90,6 +93,11 @@ def test_engine_crash_of_the_only_holder_of_a_version_loses_no_more_because_anot
     world.run()
     assert is_whole(world)
     assert world.measures.faults["engine_crash"] == 1
+
+
+def test_engine_crash_of_the_only_holder_of_a_version_loses_no_more_because_another_pulls_that_version():
+    world = scenario(workload=LONG, iterations=STEPS, repack=False).world()
+    crash_the_only_holder(world, FaultPlan(restart_s=20.0))
     assert dropped(world) == set()
     assert world.core.state.num_failovers.relay > 0
 

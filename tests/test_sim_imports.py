@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = (
     "laminar.core",
     "laminar.sim",
+    "laminar.configrules",
     "laminar.ids",
     "laminar.errors",
     "laminar.plugins",

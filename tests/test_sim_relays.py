@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from test_sim_faults import BATCH, LONG, STEPS, decoded_since_flush, dropped, is_whole
+from test_sim_faults import BATCH, LONG, STEPS, crash_the_only_holder, decoded_since_flush, dropped, is_whole
 from test_sim_world import scenario
 
 from laminar.core import actions
-from laminar.core.versions import newest
 from laminar.ids import Version, WorkerId
 from laminar.sim import relays
 from laminar.sim.cluster import chain_s
@@ -226,40 +225,17 @@ def test_the_loss_of_all_relays_holds_up_weights_but_not_generation():
 # ---- old versions ------------------------------------------------------------------------------------------
 
 
-def crash_of_the_only_holder(recycled: bool) -> World:
-    """One replica is the last of its version, whose tokens have been reported, when it crashes."""
-    world = hosts()
-    injector = Injector(world, PLAN, seed=1)
-
-    def crash_when_alone() -> None:
-        state = world.core.state
-        held = [version for r in state.replicas.values() for version in (r.version, r.target)]
-        behind = [
-            r for r in state.replicas.values() if held.count(r.version) == 1 and r.version < newest(state).version
-        ]
-        reported = [r for r in behind if any(state.trajectories[t].num_tokens for t in r.attempts)]
-        lies = [any(r.version in relay.held for relay in state.relays.values()) for r in reported]
-        if reported and lies[0] != recycled:
-            injector.strike("engine_crash", reported[0].id)
-        else:
-            world.after(0.5, crash_when_alone)
-
-    world.after(10.0, crash_when_alone)
-    world.run()
-    assert is_whole(world)
-    assert world.measures.faults["engine_crash"] == 1
-    return world
-
-
 def test_a_replica_that_pulls_the_old_version_continues_what_the_last_of_that_version_left():
-    world = crash_of_the_only_holder(recycled=False)
+    world = hosts()
+    crash_the_only_holder(world, PLAN, recycled=False)
     counts = world.core.state.num_failovers
     assert (counts.relay > 0, counts.restarted, dropped(world)) == (True, 0, set())
 
 
 def test_what_no_relay_holds_any_more_starts_again_and_says_so(monkeypatch):
     monkeypatch.setattr(relays, "SLOTS", 2)
-    world = crash_of_the_only_holder(recycled=True)
+    world = hosts()
+    crash_the_only_holder(world, PLAN, recycled=True)
     counts = world.core.state.num_failovers
     assert (counts.relay, counts.restarted > 0, dropped(world)) == (0, True, {"version_gone"})
     assert world.core.state.ledger.tokens.dropped["version_gone"] > 0

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import msgspec
 
 from laminar import samplers
+from laminar.configrules import PARTNERS
 from laminar.core import limits
 from laminar.core.settings import RefreshPolicy, Settings
 from laminar.errors import ConfigError
@@ -229,27 +230,27 @@ def settings(assignments: list[str]) -> dict[str, Any]:
     return found
 
 
-PARTNERS = (
-    ("draining_share", "refresh_policy", "continuous", "--policy continuous"),
-    ("staleness_budget", "refresh_policy", "rolling", "--policy rolling"),
-    ("straggler_factor", "stragglers", "drop", "--set stragglers=drop"),
-    ("on_stale", "max_staleness", None, "--set max_staleness=…"),
-)
-"""(a setting, the setting and its value without which it has no effect or, for None, which has to be there; how to get it)."""
-
-
 def _check(core: dict[str, Any], chosen: Settings, repack: bool) -> None:
     """Settings that could never train a batch, or that were given in vain. Raises ConfigError."""
-    problems = limits.problems(chosen)
-    for name, partner, needed, advice in PARTNERS:
-        value = getattr(chosen, partner)
-        if name in core and (value is None if needed is None else value != needed):
-            problems.append(f"{name} means nothing without {advice}")
+    problems = limits.problems(chosen) + _without_effect(core, chosen)
     in_vain = [name for name in core if name.startswith("repack_")]
     if in_vain and not repack:
         problems.append(f"{in_vain[0]} means nothing with --repack off")
     if problems:
         raise ConfigError(f"the settings cannot work: {'; '.join(problems)}")
+
+
+def _without_effect(core: dict[str, Any], chosen: Settings) -> list[str]:
+    """What was set in vain, by the rules of the configuration, whose keys end with the core's names."""
+    problems = []
+    for key, partner_key, needed in PARTNERS:
+        name, partner = key.rpartition(".")[2], partner_key.rpartition(".")[2]
+        if name in core and getattr(chosen, partner) != needed:
+            option = f"{OWN_OPTIONS[partner]} {needed}" if partner in OWN_OPTIONS else f"--set {partner}={needed}"
+            problems.append(f"{name} means nothing without {option}")
+    if "on_stale" in core and chosen.max_staleness is None:
+        problems.append("on_stale means nothing without --set max_staleness=…")
+    return problems
 
 
 def _total(options: argparse.Namespace, split: tuple[int, int]) -> int:

@@ -1,5 +1,6 @@
 """Refresh policies: transcripts, and the bounds that docs/policies/refresh.md proves."""
 
+from itertools import cycle
 from math import floor
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from laminar.core import actions, events, pace, refresh
+from laminar.core import actions, events, pace, refresh, relays
 from laminar.core.pace import Mean, Pace
 from laminar.core.records import Replica, ReplicaState, State, TrajectoryState, VersionRecord
 from laminar.core.relay_records import Chain, Relay
@@ -109,6 +110,93 @@ class Watched(World):
             assert len(state.draining_to_refresh) <= limit
         self.most_draining = max(self.most_draining, len(state.draining_to_refresh))
         return new
+
+
+class Rota:
+    """A fixed fleet whose replicas take drawn times to drain and pull; `refresh.review` alone says who drains. Versions become
+    readable on host `near` first and on host `far` `lag` versions later."""
+
+    def __init__(self, hosts: list[str], share: float, lag: int) -> None:
+        self.at, self.lag = 0, lag
+        self.settings = settings(refresh_policy="continuous", draining_share=share, progress_timeout_s=1.0)
+        self.state = State(versions=[VersionRecord(version=Version(0, 0), ready=True)])
+        for host in ("near", "far"):
+            relay = WorkerId(f"relay-{host}")
+            self.state.relays[relay] = Relay(id=relay, incarnation=1, host=host, held=[Version(0, 0)])
+            self.state.relay_hosts[host] = relay
+        self.state.chain = Chain(epoch=1, order=list(self.state.relays), master=WorkerId("relay-near"))
+        for number, host in enumerate(hosts):
+            worker = WorkerId(f"r{number}")
+            self.state.replicas[worker] = Replica(
+                id=worker, incarnation=1, host=host, num_requests_max=4, kv_tokens_max=100, version=Version(0, 0),
+                state=ReplicaState.GENERATING, num_generating=number % 3,
+            )  # fmt: skip
+        self.since: dict[WorkerId, int] = {}
+        """Superseded replicas that do not drain -> since when."""
+        self.before: dict[WorkerId, list[WorkerId]] = {}
+        """... -> whose drains went on or began meanwhile."""
+        self.waits: list[tuple[WorkerId, int, list[WorkerId]]] = []
+        """Replicas that began to drain, after how long, and who drained before."""
+
+    def publish(self) -> None:
+        made = [*self.state.versions, VersionRecord(version=Version(len(self.state.versions), 0), ready=True)]
+        self.state.versions = made
+        for host, num in (("near", len(made)), ("far", max(1, len(made) - self.lag))):
+            self.state.relays[WorkerId(f"relay-{host}")].held = [record.version for record in made[:num]]
+        self._review()
+
+    def pulled(self, worker: WorkerId) -> None:
+        replica = self.state.replicas[worker]
+        replica.version = self.state.relays[self.state.relay_hosts[replica.host]].held[-1]
+        del self.state.draining_to_refresh[worker]
+        self._review()
+
+    def _review(self) -> None:
+        """What `fleet` and `versions` leave to the refresh pass."""
+        self.state.review_due = True
+        turn = Turn(self.state, self.settings, Story())
+        before = list(self.state.draining_to_refresh)
+        for worker, replica in self.state.replicas.items():
+            if worker not in before and worker not in self.since and relays.newer(self.state, replica):
+                self.since[worker], self.before[worker] = self.at, list(before)
+        refresh.review(turn)
+        begun = [worker for worker in self.state.draining_to_refresh if worker not in before]
+        for worker in begun:
+            self.waits.append((worker, self.at - self.since.pop(worker), self.before.pop(worker)))
+            for others in self.before.values():
+                others.append(worker)
+
+
+@given(
+    hosts=st.lists(st.sampled_from(["near", "far"]), min_size=1, max_size=8),
+    share=st.sampled_from([0.01, 0.3, 0.5, 1.0]),
+    lag=st.integers(0, 2),
+    publications=st.lists(st.integers(0, 60), min_size=3, max_size=10).map(sorted),
+    takes=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+)
+def test_a_superseded_replica_waits_for_one_drain_of_each_other_and_for_more_only_if_their_relay_is_behind(
+    hosts: list[str], share: float, lag: int, publications: list[int], takes: list[int]
+) -> None:
+    rota, ends = Rota(hosts, share, lag), dict[WorkerId, int]()
+    longest, durations = max(takes), cycle(takes)
+    while publications or ends:
+        first = min(ends, key=ends.__getitem__, default=None)
+        if publications and (first is None or publications[0] < ends[first]):
+            rota.at = publications.pop(0)
+            rota.publish()
+        else:
+            assert first is not None
+            rota.at = ends.pop(first)
+            rota.pulled(first)
+        ends |= {worker: rota.at + next(durations) for worker in rota.state.draining_to_refresh if worker not in ends}
+    slots, others = max(1, int(share * len(hosts))), len(hosts) - 1
+    assert rota.waits
+    for worker, waited, before in rota.waits:
+        turns = {other: before.count(other) for other in before}
+        for other, num in turns.items():
+            late = rota.state.replicas[other].host == "far"
+            assert num <= 1 + lag * late, f"{worker} waited for {turns}"
+        assert waited * slots <= others * (1 + lag * ("far" in hosts)) * longest
 
 
 # ---- rolling -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     trainer[0-1]     trainer   gpus=8
     rollout[00-15]   rollout   gpus=8 tp=4
     localhost        rollout   engine=embedded replicas=2
+    rollout16        rollout   engine=vllm gpus=8 tp=4 vllm.max-num-batched-tokens=8192
 
 A range ``[00-15]`` or ``[1,3,5-7]`` stands for as many hosts; the zeros of its first number are kept. Several ranges
 in one address combine. The order of the file is kept.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar import vllmflags
 from laminar.errors import ConfigError
 
 HOSTS_MAX = 10_000
@@ -32,7 +34,8 @@ _NUMBERS: dict[str, dict[str, tuple[int, int]]] = {
     "trainer": {"gpus": (0, 64), "ranks": (1, 1024)},
     "rollout": {"gpus": (0, 64), "replicas": (1, 1024), "tp": (1, 64), "max_concurrent": (1, 65536)},
 }
-_WORDS: dict[str, tuple[str, ...]] = {"trainer": ("python",), "rollout": ("engine", "python")}
+_WORDS: dict[str, tuple[str, ...]] = {"trainer": ("python",), "rollout": ("engine", "python", "url")}
+_OF_VLLM = ("url",)
 _ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+")
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
@@ -75,8 +78,19 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def python(self) -> str:
-        """Python interpreter for this host's workers; empty (default) = the controller's own."""
+        """Python interpreter for this host's workers, or, with ``engine=vllm``, for the vLLM server; empty (default) = the
+        controller's own, or that of the environment that scripts/setup-vllm makes."""
         return self.options.get("python", "")
+
+    @property
+    def url(self) -> str:
+        """``engine=vllm``: the server that runs already and is to be used; empty (default) = each replica starts its own."""
+        return self.options.get("url", "")
+
+    @property
+    def vllm_flags(self) -> list[str]:
+        """``vllm.FLAG=VALUE`` as vLLM's command line takes them."""
+        return vllmflags.command_line(self.options)
 
     @property
     def max_concurrent(self) -> int:
@@ -151,13 +165,35 @@ def _parse_options(fields: list[str], role: str, where: str) -> dict[str, str]:
             raise ConfigError(f"{where}: expected each option once, got {key} twice")
         _check_option(key, value, role, where)
         options[key] = value
+    _check_vllm(options, where)
     tp, gpus = int(options.get("tp", 1)), int(options.get("gpus", 0))
     if tp > 1 and (gpus == 0 or gpus % tp):
         raise ConfigError(f"{where}: expected gpus to be a multiple of tp = {tp}, got gpus={gpus}")
     return options
 
 
+def _check_vllm(options: dict[str, str], where: str) -> None:
+    """Options that only a vLLM server has, and those that a server that runs already cannot have."""
+    of_vllm = [key for key in options if key in _OF_VLLM or key.startswith(vllmflags.PREFIX)]
+    if of_vllm and options.get("engine") != "vllm":
+        raise ConfigError(f"{where}: expected {of_vllm[0]} only with engine=vllm")
+    url = options.get("url")
+    if url is None:
+        return
+    if not re.fullmatch(r"https?://\S+", url):
+        raise ConfigError(f"{where}: expected url=http://host:port of a vLLM server, got {url!r}")
+    others = [key for key in options if key in ("gpus", "tp", "python") or key.startswith(vllmflags.PREFIX)]
+    if others:
+        raise ConfigError(f"{where}: expected no {others[0]} beside url: that server is started already")
+    if int(options.get("replicas", 1)) > 1:
+        raise ConfigError(f"{where}: expected one replica per vLLM server, got replicas={options['replicas']} at {url}")
+
+
 def _check_option(key: str, value: str, role: str, where: str) -> None:
+    if role == "rollout" and key.startswith(vllmflags.PREFIX):
+        if refused := vllmflags.why_refused(key):
+            raise ConfigError(f"{where}: {refused}")
+        return
     known = [*_NUMBERS[role], *_WORDS[role]]
     if key not in known:
         raise ConfigError(

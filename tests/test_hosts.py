@@ -1,5 +1,6 @@
 """The hosts file: what it means, and that every mistake is named with its line."""
 
+import re
 import socket
 
 import pytest
@@ -172,3 +173,31 @@ def test_this_machine_is_told_from_others():
     own = socket.gethostname()
     assert all(is_local(name) for name in ("localhost", "LOCALHOST", "127.0.0.1", "::1", own, own.partition(".")[0]))
     assert not any(is_local(name) for name in ("trainer0", "10.0.0.1", "localhost.example"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("vllm.block-size=32", "expected vllm.block-size only with engine=vllm"),
+        ("engine=embedded url=http://h:1", "expected url only with engine=vllm"),
+        ("engine=vllm vllm.max-num-seqs=64", "--max-num-seqs cannot be set here; use max_concurrent=N"),
+        ("engine=vllm vllm.no-enable-prefix-caching=true", "--no-enable-prefix-caching cannot be set here"),
+        ("engine=vllm vllm.max_model_len=64", "--max-model-len cannot be set here; use model.context_tokens_max"),
+        ("engine=vllm vllm.--block-size=32", "expected vllm.FLAG=VALUE with a flag of vLLM without its dashes"),
+        ("engine=vllm url=h:8000", "expected url=http://host:port of a vLLM server, got 'h:8000'"),
+        ("engine=vllm url=http://h:1 gpus=4", "expected no gpus beside url"),
+        ("engine=vllm url=http://h:1 vllm.block-size=32", "expected no vllm.block-size beside url"),
+        ("engine=vllm url=http://h:1 replicas=2", "expected one replica per vLLM server, got replicas=2"),
+    ],
+)
+def test_options_of_a_vllm_server_are_checked(options: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        parse(f"t trainer\nr rollout {options}", "hosts.txt")
+
+
+def test_flags_of_vllm_are_passed_on_in_their_order() -> None:
+    text = (
+        't trainer\nr rollout engine=vllm vllm.hf_overrides={"a":1} vllm.enable-lora=true vllm.async-scheduling=false'
+    )
+    flags = parse(text, "hosts.txt")[1].vllm_flags
+    assert flags == ["--hf-overrides", '{"a":1}', "--enable-lora", "--no-async-scheduling"]

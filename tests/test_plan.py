@@ -60,13 +60,68 @@ def test_only_the_trainer_is_told_what_to_resume() -> None:
     ("text", "message"),
     [
         ("localhost trainer\n127.0.0.1 trainer\nlocalhost rollout", "several trainer hosts"),
-        ("localhost trainer\n\nlocalhost rollout engine=vllm", "line 3: engine=vllm is not available"),
+        (
+            "localhost trainer\n\nlocalhost rollout engine=vllm python=/no/python",
+            "line 3: no Python /no/python for vLLM",
+        ),
+        ("localhost trainer\nlocalhost rollout gpus=8 tp=4 replicas=3", "3 replicas of 4 GPUs need more than gpus=8"),
         ("localhost trainer\ngpu-node-7 rollout", "gpu-node-7, which is not this machine"),
     ],
 )
 def test_what_this_version_cannot_start_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(text)
+
+
+def test_a_vllm_replica_runs_its_worker_here_and_its_server_in_the_named_python() -> None:
+    flags = "vllm.block-size=32 vllm.enable-lora=true vllm.async_scheduling=false"
+    text = f"localhost trainer gpus=2\nlocalhost rollout engine=vllm gpus=8 tp=4 python={sys.executable} {flags}"
+    first, second = planned(text)[2:]
+    assert first.command[0] == sys.executable
+    assert option(first, "--engine") == "vllm"
+    assert option(first, "--vllm-python") == sys.executable
+    assert option(first, "--gpus") == "4"
+    after = first.command[first.command.index("--") + 1 :]
+    assert after == ["--block-size", "32", "--enable-lora", "--no-async-scheduling"]
+    assert [process.environment["CUDA_VISIBLE_DEVICES"] for process in (first, second)] == ["2,3,4,5", "6,7,8,9"]
+
+
+def test_a_vllm_server_that_runs_already_is_only_named() -> None:
+    rollout = planned("localhost trainer\nlocalhost rollout engine=vllm url=http://h:8000")[2]
+    assert rollout.command[-2:] == ["--vllm-url", "http://h:8000"]
+    assert "CUDA_VISIBLE_DEVICES" not in rollout.environment
+
+
+def test_the_environment_that_setup_vllm_makes_is_found_and_its_lack_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAMINAR_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr("laminar.__file__", str(tmp_path / "laminar" / "__init__.py"))
+    text = "localhost trainer\nlocalhost rollout engine=vllm"
+    with pytest.raises(
+        ConfigError, match=r"line 2: engine=vllm needs an environment with vLLM: run scripts/setup-vllm"
+    ):
+        planned(text)
+    made = tmp_path / ".venv-vllm" / "bin" / "python"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    rollout = planned(text)[2]
+    assert option(rollout, "--vllm-python") == str(made)
+    assert option(rollout, "--gpus") == "0"
+
+
+def test_truncation_at_a_temperature_of_which_vllm_reports_no_log_probs_before_it_is_refused() -> None:
+    machines = hosts.parse("localhost trainer\nlocalhost rollout engine=vllm url=http://h:8", "hosts.txt")
+    for temperature, top_p, refused in [(0.7, 0.9, True), (1.0, 0.9, False), (0.7, 1.0, False)]:
+        config = Config(rollout=RolloutConfig(temperature=temperature, top_p=top_p))
+        if refused:
+            with pytest.raises(
+                ConfigError, match=r"line 2: vLLM reports no log-probs before truncation at temperature 0.7"
+            ):
+                plan(config, machines, URL, None)
+        else:
+            plan(config, machines, URL, None)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from laminar.errors import StartError
 
 logger = structlog.get_logger(__name__)
 
-TOKEN, NAME = "LAMINAR_TOKEN", "LAMINAR_PROCESS"  # environment of every process of a run
+TOKEN, NAME, LOG = "LAMINAR_TOKEN", "LAMINAR_PROCESS", "LAMINAR_LOG"  # environment of every process of a run
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
 LAST_LINES = 15
@@ -54,7 +54,13 @@ class Launcher:
     async def start(self, process: Process) -> None:
         """Start one process. Raises StartError if that is impossible."""
         log = self.log_path(process.name)
-        environment = {**os.environ, **process.environment, TOKEN: self._token, NAME: process.name}
+        environment = {
+            **os.environ,
+            **process.environment,
+            TOKEN: self._token,
+            NAME: process.name,
+            LOG: str(log.absolute()),
+        }
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:

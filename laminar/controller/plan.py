@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+import laminar
 from laminar.config import Config
 from laminar.errors import ConfigError
 from laminar.hosts import Host, is_local
@@ -34,7 +35,7 @@ def url_of(host: str, port: int | str) -> str:
 
 def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> list[Process]:
     """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
-    _require_supported(hosts)
+    _require_supported(config, hosts)
     num_local = sum(_num_busy(host) for host in hosts if is_local(host.address))
     threads = max(1, (os.cpu_count() or 1) // max(1, num_local))
     processes = [_relay(address, hosts, url) for address in dict.fromkeys(host.address for host in hosts)]
@@ -43,8 +44,10 @@ def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> li
     processes += [_trainer(host, index, url, resume, threads) for index, host in enumerate(_role(hosts, "trainer"))]
     number = 0
     for host in _role(hosts, "rollout"):
-        for _ in range(host.replicas):
-            processes.append(_rollout(host, number, url, config, threads))
+        for index in range(host.replicas):
+            process = _rollout(host, number, url, config, threads)
+            process.environment.update(_gpus(host, index, hosts))
+            processes.append(process)
             number += 1
     return processes
 
@@ -57,13 +60,20 @@ def _num_busy(host: Host) -> int:
     return host.ranks if host.role == "trainer" else host.replicas
 
 
-def _require_supported(hosts: list[Host]) -> None:
+def _require_supported(config: Config, hosts: list[Host]) -> None:
     if len(_role(hosts, "trainer")) > 1:
         raise ConfigError("the hosts file names several trainer hosts; this version trains on one (use ranks=N there)")
+    rollout = config.rollout
+    truncated = rollout.top_p < 1 or rollout.top_k > 0
     for host in hosts:
-        if host.engine == "vllm":
+        if host.engine == "vllm" and rollout.temperature not in (0.0, 1.0) and truncated:
             raise ConfigError(
-                f"hosts file, line {host.line}: engine=vllm is not available in this version; use engine=embedded"
+                f"hosts file, line {host.line}: vLLM reports no log-probs before truncation at temperature "
+                f"{rollout.temperature}; use rollout.temperature = 1, or no rollout.top_p and rollout.top_k"
+            )
+        if host.role == "rollout" and host.gpus and host.replicas * host.tp > host.gpus:
+            raise ConfigError(
+                f"hosts file, line {host.line}: {host.replicas} replicas of {host.tp} GPUs need more than gpus={host.gpus}"
             )
     remote = [host.address for host in hosts if not is_local(host.address)]
     if remote:
@@ -73,7 +83,31 @@ def _require_supported(hosts: list[Host]) -> None:
 
 
 def _python(host: Host) -> str:
-    return host.python or sys.executable
+    return sys.executable if host.engine == "vllm" else host.python or sys.executable
+
+
+def _vllm_python(host: Host) -> str:
+    """Of the environment with vLLM: named, or the one that scripts/setup-vllm makes. Raises ConfigError without one."""
+    beside = [Path(sys.prefix).parent, Path(laminar.__file__).parent.parent]
+    made = [str(directory / ".venv-vllm" / "bin" / "python") for directory in beside]
+    named = host.python or os.environ.get("LAMINAR_VLLM_PYTHON", "")
+    for python in [named] if named else made:
+        if Path(python).is_file():
+            return python
+    if named:
+        raise ConfigError(f"hosts file, line {host.line}: no Python {named} for vLLM")
+    raise ConfigError(
+        f"hosts file, line {host.line}: engine=vllm needs an environment with vLLM: run scripts/setup-vllm, which makes "
+        f"{made[0]}, or name its interpreter with python=PATH, or a server that runs with url=URL"
+    )
+
+
+def _gpus(host: Host, index: int, hosts: list[Host]) -> dict[str, str]:
+    """The GPUs of a host's replica `index`; a trainer on the same host has the first ones."""
+    if not host.gpus:
+        return {}
+    first = sum(other.gpus for other in _role(hosts, "trainer") if other.address == host.address) + index * host.tp
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + number) for number in range(host.tp))}
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -126,6 +160,11 @@ def _rollout(host: Host, number: int, url: str, config: Config, threads: int) ->
         _python(host), "-m", "laminar.workers.rollout", "--controller", url, "--name", name,
         "--engine", host.engine, "--max-concurrent", str(concurrent),
     ]  # fmt: skip
+    if host.url:
+        command += ["--vllm-url", host.url]
+    elif host.engine == "vllm":
+        gpus = host.tp if host.gpus else 0
+        command += ["--vllm-python", _vllm_python(host), "--gpus", str(gpus), "--", *host.vllm_flags]
     return Process(
         name=name,
         role="rollout",

@@ -1,12 +1,15 @@
 """How the vLLM server of a replica is started."""
 
 import os
+import subprocess
 from pathlib import Path
 
+from laminar import roofline
 from laminar.config import Config
 from laminar.workers.engines.vllm_weights import SERVER_ENVIRONMENT, SERVER_FLAGS
 
 STREAM_INTERVAL = 8  # tokens per event: an event costs server and worker about the same, whatever is in it
+NVIDIA_SMI_S = 20.0  # the driver may have to be loaded first
 CPU_KV_GIB = "1"  # for a model that runs on a CPU at all
 
 
@@ -44,6 +47,19 @@ def dtype(config: Config, gpus: int) -> str:
     """Of the weights, as the trainer publishes them."""
     default = "bfloat16" if gpus else "float32"
     return default if config.relay.dtype == "auto" else config.relay.dtype
+
+
+def num_requests_memory_bound(config: Config, gpus: int) -> int:
+    """B by the roofline of the GPU; 0 on a CPU, an unknown GPU, or with weights that are not 16 bits wide."""
+    if not gpus or dtype(config, gpus) == "float32":
+        return 0
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    hardware = roofline.known(names.partition("\n")[0])
+    return roofline.requests_memory_bound(hardware) if hardware else 0
 
 
 def log_path(name: str) -> Path:

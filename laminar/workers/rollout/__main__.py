@@ -17,7 +17,8 @@ import structlog
 
 from laminar.errors import LaminarError
 from laminar.workers.link import Link, Orphaned
-from laminar.workers.rollout.worker import ENGINES, RolloutWorker
+from laminar.workers.rollout.engines import ENGINES, EngineChoice
+from laminar.workers.rollout.worker import RolloutWorker
 
 EXIT_STOPPED, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
 
@@ -39,12 +40,15 @@ def main() -> NoReturn:
 
 async def _run(arguments: argparse.Namespace) -> int:
     link = Link(arguments.controller, worker=arguments.name, role="rollout")
-    worker = RolloutWorker(
-        link,
-        engine=arguments.engine,
+    engine = EngineChoice(
+        name=arguments.engine,
         max_concurrent=arguments.max_concurrent,
-        relay_directory=arguments.relay,
+        gpus=arguments.gpus,
+        vllm_python=arguments.vllm_python,
+        vllm_url=arguments.vllm_url,
+        vllm_flags=tuple(arguments.vllm_flags),
     )
+    worker = RolloutWorker(link, name=arguments.name, engine=engine, relay_directory=arguments.relay)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop, signal.Signals(number).name)
     try:
@@ -67,7 +71,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--max-concurrent", type=int, default=0, metavar="N", help="most requests at once (0 = rollout.max_concurrent)"
     )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="vllm: GPUs of this replica (0 = CPU)")
+    parser.add_argument("--vllm-python", default="", metavar="PATH", help="interpreter of an environment with vLLM")
+    parser.add_argument("--vllm-url", default="", metavar="URL", help="a vLLM server that runs already, instead")
     parser.add_argument("--relay", type=Path, metavar="DIR", help="the relay's directory (default: that of this run)")
+    parser.add_argument("vllm_flags", nargs="*", metavar="-- FLAGS", help="further flags of vLLM, after --")
     arguments = parser.parse_args()
     if not arguments.controller.startswith(("http://", "https://")):
         parser.error(f"--controller {arguments.controller}: http://host:port is expected")

@@ -15,29 +15,32 @@ from typing import Any
 import structlog
 
 from laminar import wire
-from laminar.config import Config
-from laminar.errors import LaminarError, ProtocolError, StartError
+from laminar.errors import LaminarError, ProtocolError
 from laminar.tasks.rewards import RewardPool
 from laminar.workers.engines.base import Engine
 from laminar.workers.link import Link, LinkClosed
 from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.rollout.agents import AgentHost
+from laminar.workers.rollout.engines import EngineChoice, make_engine
 from laminar.workers.rollout.replica import Replica
 from laminar.workers.rollout.text import TextCodec
 
 log = structlog.get_logger("laminar.rollout")
 
-ENGINES = ("embedded",)
-
 
 class RolloutWorker:
-    """`relay_directory` None: where this host's relay of the run serves. `max_concurrent` 0: as configured."""
+    """`relay_directory` None: where this host's relay of the run serves."""
 
     def __init__(
-        self, link: Link, *, engine: str = "embedded", max_concurrent: int = 0, relay_directory: Path | None = None
+        self,
+        link: Link,
+        *,
+        name: str = "rollout",
+        engine: EngineChoice | None = None,
+        relay_directory: Path | None = None,
     ) -> None:
-        self._link, self._engine_name, self._max_concurrent = link, engine, max_concurrent
+        self._link, self._name, self._choice = link, name, engine or EngineChoice()
         self._relay_directory = relay_directory
         self._engine: Engine | None = None
         self._rewards: RewardPool | None = None
@@ -67,8 +70,9 @@ class RolloutWorker:
         codec = await asyncio.to_thread(TextCodec, config.model.path)
         self._rewards = RewardPool(config.task, config.run.seed)
         await self._rewards.start()
-        self._engine = engine = make_engine(self._engine_name, config, self._max_concurrent)
+        self._engine = engine = make_engine(self._choice, config, self._name)
         await engine.start(self._on_finish)
+        self._spawn(engine.watch(), "engine")
         if config.task.agent:
             self._agents = AgentHost(config.task)
             await self._agents.proxy.start()
@@ -129,26 +133,6 @@ class RolloutWorker:
             log.warning("task_failed_at_the_end", task=task.get_name(), error=_one_line(error))
         else:
             self._ended.set_exception(error)
-
-
-def make_engine(name: str, config: Config, max_concurrent: int = 0) -> Engine:
-    """The engine of that name, not started. Raises StartError for a limit that it does not take."""
-    if name not in ENGINES:
-        raise StartError(f"no engine {name!r}; there is: {', '.join(ENGINES)}")
-    import torch
-
-    from laminar.workers.engines.embedded import EmbeddedEngine
-
-    default = "bfloat16" if torch.cuda.is_available() else "float32"
-    try:
-        return EmbeddedEngine(
-            config.model.path,
-            num_requests_max=max_concurrent or config.rollout.max_concurrent,
-            context_tokens_max=config.model.context_tokens_max,
-            dtype=default if config.relay.dtype == "auto" else config.relay.dtype,
-        )
-    except ValueError as error:
-        raise StartError(f"the embedded engine cannot start: {error}") from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -190,6 +190,8 @@ def test_the_causes_come_before_the_last_lines() -> None:
             "(EngineCore pid=7) ValueError: too large",
             *(f"(APIServer pid=6)   frame {number}" for number in range(30)),
             "(APIServer pid=6) RuntimeError: Engine core initialization failed.",
+            ' - leaked function "create_print"',
+            "nanobind: this is likely caused by a reference counting issue in the binding code.",
         ]
     )
     lines = last_lines(log).splitlines()

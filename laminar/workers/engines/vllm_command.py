@@ -26,7 +26,8 @@ def command(
     if config.model.context_tokens_max:
         flags += ["--max-model-len", str(config.model.context_tokens_max)]
     if not gpus:
-        flags.append("--enforce-eager")
+        # torch's CPU generator cannot be set back, which vLLM does for a seeded request whose prompt is cut in pieces
+        flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags, *extra]
 
 

@@ -12,6 +12,7 @@ Invariants:
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -35,7 +36,9 @@ KILLED_LOOK_S = 0.05
 LAST_WORDS_S = 8.0  # vLLM's processes end one after another, and the first to end is not the one that says why
 LAST_LINES = 12
 CAUSES_MAX = 4
-TAIL_BYTES = 65_536
+OUTPUT_BYTES_MAX = (
+    32 << 20
+)  # an engine that dies under 128 requests writes 10 MB of tracebacks after the one that matters
 SICK_MAX = 3  # answers in a row by which an attached server counts as gone
 SICK_S = 5.0
 ADDRESS_TAKEN = "address already in use"
@@ -45,6 +48,8 @@ log = structlog.get_logger("laminar.vllm")
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_NOISE = re.compile(r"leaked (?:function|type|instance)|nanobind: |\.\.\. skipped remainder|resource_tracker|refleaks")
+"""What libraries say of themselves while a process ends, after its own last words."""
 _CAUSE = re.compile(
     r"^(?:\([\w ]+pid=\d+\) )?(?:ERROR [\d: -]+\[[\w.:]+\] )?(?P<cause>[\w.]*(?:Error|Exception|error): .+)$"
 )
@@ -156,11 +161,11 @@ class OwnServer:
         await self._process.wait()
 
     def _output(self) -> str:
-        """The end of what it wrote since it was last started."""
+        """What it wrote since it was last started."""
         try:
             with self.log_path.open("rb") as file:
-                file.seek(max(self._log_from, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                return file.read().decode(errors="replace")
+                file.seek(self._log_from)
+                return file.read(OUTPUT_BYTES_MAX).decode(errors="replace")
         except OSError:
             return ""
 
@@ -195,11 +200,11 @@ class AttachedServer:
 
 
 def last_lines(text: str) -> str:
-    """The end of vLLM's output, and before it the errors that its processes reported: the end is seldom the cause."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    """The end of vLLM's output, and before it the first errors that its processes reported: the end is seldom the cause."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
     tail = lines[-LAST_LINES:]
     found = (match["cause"] for match in map(_CAUSE.match, lines[: -len(tail)]) if match)
-    causes = list(dict.fromkeys(found))[:CAUSES_MAX]
+    causes = list(itertools.islice(dict.fromkeys(found), CAUSES_MAX))
     return "\n".join(f"  {line}" for line in [*causes, *(["…"] if causes else []), *tail]) or "  (it wrote nothing)"
 
 

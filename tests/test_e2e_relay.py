@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from e2e import SMALL, Run, hosts_file, ledger_is_closed
+from e2e import SHM, SMALL, Run, hosts_file, ledger_is_closed
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -21,3 +21,26 @@ def test_a_killed_relay_is_started_again_and_costs_no_trajectory(tmp_path: Path)
     assert rows == [(step, 16, 16) for step in range(1, 61)]
     newest = run.query("SELECT max(CAST(substr(behavior_version, 2) AS INTEGER)) FROM trajectories")[0][0]
     assert newest > 50, f"replicas pulled from the new relay: the newest version that generated is {newest}"
+
+
+def two_hosts(directory: Path) -> Path:
+    """This machine under two addresses, each with a relay of its own."""
+    path = directory / "two-hosts.txt"
+    path.write_text("localhost trainer ranks=1\nlocalhost rollout replicas=1\n127.0.0.2 rollout replicas=1\n")
+    return path
+
+
+def test_weights_reach_replicas_of_another_host_through_its_relay_also_after_that_was_killed(tmp_path: Path) -> None:
+    with Run.start(tmp_path, two_hosts(tmp_path), *SMALL, "run.steps=40") as run:
+        run.until_said(r"^step 5/")
+        run.kill_worker("relay-1")
+        run.until_said(r"^relay-1 is started again")
+        assert run.wait() == 0, run.output
+    assert ledger_is_closed(run.output)
+    assert run.num_dropped() == {}, run.output
+    pulled = "SELECT count(DISTINCT version), max(CAST(substr(version, 2) AS INTEGER)) FROM spans WHERE kind = 'pull'"
+    for worker in ("rollout-0", "rollout-1"):
+        ((num_versions, newest),) = run.query(f"{pulled} AND worker = '{worker}'")
+        assert num_versions > 10, (worker, num_versions)
+        assert newest > 30, f"{worker} pulled at last v{newest}"
+    assert [str(path) for path in SHM.glob(f"*{run.name}*")] == []

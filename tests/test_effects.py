@@ -188,6 +188,19 @@ async def test_orders_to_a_replica_arrive_as_they_are(world: World) -> None:
     ]
 
 
+async def test_relays_that_listen_are_told_their_neighbours(world: World) -> None:
+    first, second = WorkerId("relay-0"), WorkerId("relay-1")
+    for name in (first, second):
+        link = Link(f"http://127.0.0.1:{world.server.port}", worker=name, role="relay", token="t")
+        await asyncio.wait_for(link.connect(), 10)
+        world.links[name] = link
+    neighbour = wire.Neighbour(name=second, host="here", port=7)
+    world.effects.relay_addresses = {first: wire.Neighbour(name=first, host="here", port=6), second: neighbour}
+    world.effects.perform(actions.ArrangeChain(cause=1, epoch=3, order=[first, second], master=first))
+    assert await world.received(first) == wire.ArrangeChain(epoch=3, upstream=None, downstream=neighbour)
+    assert await world.received(second) == wire.ArrangeChain(epoch=3, upstream=first, downstream=None)
+
+
 async def test_every_rank_of_the_trainer_gets_the_same_orders(world: World) -> None:
     row = actions.BatchRow(A, GROUP, VERSION, 3, 4, 0.5)
     for action in (

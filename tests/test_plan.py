@@ -42,6 +42,21 @@ def test_one_relay_per_host_one_launch_of_ranks_and_a_process_per_replica() -> N
         assert int(process.environment["OMP_NUM_THREADS"]) >= 1
 
 
+def test_relays_of_several_hosts_listen_there_and_every_process_knows_its_host() -> None:
+    processes = planned("localhost trainer\nlocalhost rollout\n127.0.0.2 rollout\n")
+    assert {p.name: p.environment["LAMINAR_HOST"] for p in processes} == {
+        "relay-0": "localhost",
+        "relay-1": "127.0.0.2",
+        "trainer-0": "localhost",
+        "rollout-0": "localhost",
+        "rollout-1": "127.0.0.2",
+    }
+    assert [option(p, "--listen") for p in processes if p.role == "relay"] == ["localhost", "127.0.0.2"]
+    for alone in planned("localhost trainer\nlocalhost rollout\n"):
+        assert "--listen" not in alone.command
+        assert "LAMINAR_HOST" not in alone.environment
+
+
 def test_options_of_a_host_reach_its_commands() -> None:
     trainer, rollout = planned("localhost trainer ranks=3\nlocalhost rollout max_concurrent=5 python=/opt/python")[1:]
     assert "--nproc-per-node=3" in trainer.command

@@ -23,7 +23,7 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import Process, going_on_from, plan, url_of
+from laminar.controller.plan import Process, addresses_of, going_on_from, plan, url_of
 from laminar.controller.rundir import RunDirectory, complete_checkpoints, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Channel, Server
@@ -36,7 +36,7 @@ from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.errors import ProtocolError, StartError
-from laminar.hosts import Host
+from laminar.hosts import Host, is_local
 from laminar.ids import WorkerId
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.relay import paths
@@ -290,6 +290,10 @@ class Application:
         if isinstance(message, wire.RolloutReport):
             self._take_tokens(message)
             self._tell_failures(message)
+        elif isinstance(message, wire.RelayReady) and message.chain_port:
+            self._effects.relay_addresses[channel.worker] = wire.Neighbour(
+                name=channel.worker, host=channel.origin.host, port=message.chain_port
+            )
         elif isinstance(message, wire.WorkerFailed) and message.detail:
             logger.error("worker.failed", worker=channel.worker, reason=message.reason, detail=message.detail)
         event = channel.origin.to_event(message)
@@ -375,7 +379,10 @@ class Application:
         self._display.close()
 
     def _leave_nothing(self) -> None:
-        paths.remove(paths.shm_directory(self._run_id))
+        addresses = addresses_of(self._hosts)
+        for host in addresses if len(addresses) > 1 else [""]:
+            if is_local(host) or not host:
+                paths.remove(paths.shm_directory(self._run_id, host=host))
         self._run.token.unlink(missing_ok=True)
 
 

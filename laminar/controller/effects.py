@@ -66,6 +66,8 @@ class Effects:
         )
         self._stop_process, self._alarm = stop_process, alarm
         self._start_process = start_process
+        self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
+        """Where relays listen for their neighbours."""
         self._table: dict[type, Callable[[Any], None]] = {
             actions.StartGroup: self._start_group,
             actions.AbortAttempts: self._abort,
@@ -136,8 +138,15 @@ class Effects:
             self._server.send(worker, message)
 
     def _arrange_chain(self, action: actions.ArrangeChain) -> None:
-        """One relay on one host: no links to make, and trainer and rollouts find it by the run's name."""
+        """A relay that is alone on one host listens to no other: there is no link to make."""
         logger.info("relays.arranged", epoch=action.epoch, order=action.order, master=action.master)
+        for at, worker in enumerate(action.order):
+            if worker in self.relay_addresses:
+                upstream = action.order[at - 1] if at else None
+                downstream = self.relay_addresses.get(action.order[at + 1]) if at + 1 < len(action.order) else None
+                self._server.send(
+                    worker, wire.ArrangeChain(epoch=action.epoch, upstream=upstream, downstream=downstream)
+                )
 
     def _train(self, action: actions.StartTrainStep) -> None:
         rows = [

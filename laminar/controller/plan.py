@@ -11,6 +11,7 @@ import laminar
 from laminar.config import Config
 from laminar.errors import ConfigError
 from laminar.hosts import Host, is_local
+from laminar.wire import HOST_VARIABLE
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +34,18 @@ def url_of(host: str, port: int | str) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
+def addresses_of(hosts: list[Host]) -> list[str]:
+    """Each host once, in the order of the file."""
+    return list(dict.fromkeys(host.address for host in hosts))
+
+
 def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> list[Process]:
     """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
     _require_supported(config, hosts)
     num_local = sum(_num_busy(host) for host in hosts if is_local(host.address))
     threads = max(1, (os.cpu_count() or 1) // max(1, num_local))
-    processes = [_relay(address, hosts, url) for address in dict.fromkeys(host.address for host in hosts)]
-    processes = [msgspec.structs.replace(relay, name=f"relay-{index}", command=[*relay.command, "--name", f"relay-{index}"])
-                 for index, relay in enumerate(processes)]  # fmt: skip
+    addresses = addresses_of(hosts)
+    processes = [_relay(address, index, hosts, url) for index, address in enumerate(addresses)]
     processes += [_trainer(host, index, url, resume, threads) for index, host in enumerate(_role(hosts, "trainer"))]
     number = 0
     for host in _role(hosts, "rollout"):
@@ -49,6 +54,9 @@ def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> li
             process.environment.update(_gpus(host, index, hosts))
             processes.append(process)
             number += 1
+    if len(addresses) > 1:
+        for process in processes:
+            process.environment[HOST_VARIABLE] = process.address
     return processes
 
 
@@ -120,10 +128,14 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def _relay(address: str, hosts: list[Host], url: str) -> Process:
+def _relay(address: str, index: int, hosts: list[Host], url: str) -> Process:
+    """One per host; where there are several they listen for their neighbours in the chain."""
     host = next(host for host in hosts if host.address == address)
-    command = [_python(host), "-m", "laminar.workers.relay", "--controller", url]
-    return Process(name="", role="relay", address=address, command=command, environment=_environment(1))
+    name = f"relay-{index}"
+    command = [_python(host), "-m", "laminar.workers.relay", "--controller", url, "--name", name]
+    if len(addresses_of(hosts)) > 1:
+        command += ["--listen", address]
+    return Process(name=name, role="relay", address=address, command=command, environment=_environment(1))
 
 
 def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int) -> Process:

@@ -14,6 +14,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 # ---- worker -> controller ----------------------------------------------------------------------------------
 
 
+HOST_VARIABLE = "LAMINAR_HOST"
+"""Environment variable with a worker's host as the hosts file names it, set in runs on several; else the machine's own name."""
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """First frame of a worker, on every (re)connect."""
 

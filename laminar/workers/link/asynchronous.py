@@ -239,7 +239,7 @@ class Link:
             boot=self._boot,
             received=self._session.received,
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=os.environ.get(wire.HOST_VARIABLE) or socket.gethostname(),
         )
 
     def _explain(self, error: aiohttp.WSServerHandshakeError) -> Exception:

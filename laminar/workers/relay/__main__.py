@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from laminar.errors import LaminarError, StartError
-from laminar.wire import RelayReady, Stop, WorkerFailed
+from laminar.wire import ArrangeChain, LinkBroken, RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import CHUNK_BYTES, Place
@@ -93,15 +93,17 @@ async def _serve_alone(arguments: argparse.Namespace) -> int:
     directory = paths.create(arguments.run_id, run_directory="")
     server = RelayServer(directory, arguments.slots or 3, _log_event)
     if arguments.listen is not None:
-        token = os.environ.get("LAMINAR_TOKEN", "")
-        if not token:
-            raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
-        transport = make_transport("tcp", arguments.progress_timeout)
-        chunk_bytes = arguments.chunk_mib << 20
-        place = Place(arguments.name, token, transport, *arguments.listen, chunk_bytes=chunk_bytes)
-        server.join_chain(place, _log_broken)
+        server.join_chain(_place(arguments), _log_broken)
     await _serve(server, asyncio.Event().wait)
     return 0
+
+
+def _place(arguments: argparse.Namespace) -> Place:
+    token = os.environ.get("LAMINAR_TOKEN", "")
+    if not token:
+        raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
+    transport = make_transport("tcp", arguments.progress_timeout)
+    return Place(arguments.name, token, transport, *arguments.listen, chunk_bytes=arguments.chunk_mib << 20)
 
 
 async def _serve_run(arguments: argparse.Namespace) -> int:
@@ -113,7 +115,12 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         run = link.config.run
         directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
         server = RelayServer(directory, arguments.slots or link.config.relay.slots, link.send)
-        await _serve(server, partial(_until_told_to_stop, link, directory))
+        port = 0
+        if arguments.listen is not None:
+            port = server.join_chain(
+                _place(arguments), lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch))
+            )
+        await _serve(server, partial(_until_told_to_stop, link, server, port))
     except LaminarError as error:
         failed = True
         link.send(WorkerFailed(reason=str(error)))
@@ -123,10 +130,11 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _until_told_to_stop(link: Link, directory: Path) -> None:
-    link.send(RelayReady(directory=str(directory)))
-    while not isinstance(await link.receive(), Stop):
-        pass
+async def _until_told_to_stop(link: Link, server: RelayServer, chain_port: int) -> None:
+    link.send(RelayReady(directory=str(server.directory), chain_port=chain_port))
+    while not isinstance(order := await link.receive(), Stop):
+        if isinstance(order, ArrangeChain):
+            server.arrange(order.epoch, order.upstream, order.downstream)
 
 
 async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from laminar.errors import ConfigError, StartError
+from laminar.wire import HOST_VARIABLE
 from laminar.workers.relay.protocol import SOCKET_NAME
 
 SHM_ROOT = Path("/dev/shm")
@@ -35,8 +36,14 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     run_directory: str
 
 
-def shm_directory(run_id: str, root: Path = SHM_ROOT) -> Path:
-    """Where the relay of this run keeps its slots. Raises ConfigError for a run id that cannot be a directory name."""
+def shm_directory(run_id: str, root: Path = SHM_ROOT, host: str | None = None) -> Path:
+    """Where the relay of a run keeps its slots. Raises ConfigError for a run id that cannot be a directory name.
+
+    `host`: as the hosts file names it, None = that of this process; in a run on several hosts it is part of the name, since two of
+    them may be one machine. Empty = the run has one host.
+    """
+    host = os.environ.get(HOST_VARIABLE, "") if host is None else host
+    run_id = f"{run_id}-{re.sub(r'[^A-Za-z0-9._-]', '_', host)}" if host else run_id
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError(f"run id {run_id!r} cannot name a directory: use letters, digits, '.', '_' and '-'")
     directory = root / f"{PREFIX}{run_id}"

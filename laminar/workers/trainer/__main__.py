@@ -17,8 +17,8 @@ from laminar import wire
 from laminar.config import Config
 from laminar.errors import LaminarError
 from laminar.workers.link import LinkRefused, Orphaned, ThreadLink
+from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
-from laminar.workers.relay.paths import shm_directory
 from laminar.workers.trainer.checkpoint import CheckpointError
 from laminar.workers.trainer.collective import local_device, process_group
 from laminar.workers.trainer.trainer import Trainer
@@ -83,7 +83,7 @@ def _work(link: ThreadLink, welcome: wire.Welcome, resume: Path | None) -> None:
     with process_group(device):
         trainer = Trainer(config, device=device)
         data_state = trainer.restore(resume) if resume else b""
-        commands = Commands(trainer, link, RelayClient(shm_directory(welcome.run_id), RELAY_TIMEOUT_S))
+        commands = Commands(trainer, link, RelayClient(paths.shm_directory(welcome.run_id), RELAY_TIMEOUT_S))
         link.send(
             wire.TrainerReady(
                 rank=trainer.rank,

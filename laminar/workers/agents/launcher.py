@@ -10,7 +10,6 @@ signal n.
 import ctypes
 import os
 import resource
-import shutil
 import signal
 import sys
 
@@ -31,7 +30,7 @@ def main():
         os.close(descriptor)
     status = until_ended(agent) if os.getppid() == parent else 128 + signal.SIGTERM
     kill_descendants()
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
     os._exit(status)
 
 
@@ -86,6 +85,22 @@ def kill_descendants():
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def remove(directory):
+    """With all that is in it; what cannot be removed stays. (Importing shutil for this would take longer than all the rest.)"""
+    for path, directories, files in os.walk(directory, topdown=False):
+        for name in files + directories:
+            full = os.path.join(path, name)
+            attempt(os.rmdir if name in directories and not os.path.islink(full) else os.unlink, full)
+    attempt(os.rmdir, directory)
+
+
+def attempt(function, path):
+    try:
+        function(path)
+    except OSError:
+        return
 
 
 def children():

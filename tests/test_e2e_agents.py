@@ -1,5 +1,6 @@
 """Agent programs in whole runs: two calls per trajectory train, and what the agent wrote is not trained."""
 
+import signal
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,10 +132,10 @@ def test_a_lost_replica_takes_its_agents_along_and_the_run_goes_on(tmp_path: Pat
         assert len(versions) == 4 * 2, "a group has one version"
 
 
-def test_an_agent_that_cannot_work_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_work_is_told_with_its_own_words(tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text("raise SystemExit('no tool server is configured')")
-    with start(tmp_path, f"task.agent=['python', '{agent}']", "rollout.group_size=2", "task.eval_prompts=0") as run:
-        assert run.wait(220.0) != 0
-        assert "no tool server is configured" in run.output
-        assert "agent_failed" in run.output
+    with start(tmp_path, f"task.agent=['python', '{agent}']", "task.eval_prompts=0") as run:
+        assert run.until_said(r"agent_failed.*will not be trained on.*no tool server is configured")
+        run.signal(signal.SIGINT)
+        run.wait()

@@ -27,12 +27,15 @@ class FakeServer:
         self.steps: list[str] = []
         self.bodies: dict[str, dict] = {}
         self.failing: dict[str, int | str] = {}
-        """By step: an HTTP status, ``hang``, ``die``, or ``once``."""
+        """By step: an HTTP status, ``refuse``, ``hang`` or ``die``."""
+        self.is_open = self.without_plugin = False
         self.hanging, self.let_go = asyncio.Event(), asyncio.Event()
         self.base_url = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
+        if request.path == "/collective_rpc":
+            return self.report(body)
         step = self.step_of(request.path, body)
         self.steps.append(step)
         self.bodies[step] = body
@@ -42,11 +45,20 @@ class FakeServer:
             await self.let_go.wait()
         if failure == "die":
             request.transport.close()
-        if failure == "once":
-            del self.failing[step]
-        if failure in (500, "once"):
+        if failure == 500:
             return web.json_response({"error": {"message": f"{step} went wrong here"}}, status=500)
         return web.json_response({"success": failure != "unsuccessful"})
+
+    def report(self, body: dict) -> web.Response:
+        """Of two workers, the second of which has the problem."""
+        assert body == {"method": "laminar_weights"}
+        if self.without_plugin:
+            return web.json_response({"error": {"message": "no attribute laminar_weights"}}, status=500)
+        refused = self.failing.get(self.steps[-1]) == "refuse"
+        problem = f"{self.steps[-1]} went wrong here" if refused else ""
+        return web.json_response(
+            {"results": [{"problem": "", "open": self.is_open}, {"problem": problem, "open": self.is_open}]}
+        )
 
     @staticmethod
     def step_of(path: str, body: dict) -> str:
@@ -96,9 +108,9 @@ async def test_a_load_is_seven_steps_in_order_and_stamps_its_version(server, wei
     assert not weights.broken
 
 
-@pytest.mark.parametrize("step", [step for step in UNTOUCHED if step != "start"])
-async def test_a_refusal_before_anything_was_touched_lets_the_server_go_on(server, weights, snapshot, step):
-    server.failing = {step: 500}
+@pytest.mark.parametrize(("step", "failure"), [*((step, 500) for step in UNTOUCHED), ("check", "refuse")])
+async def test_a_refusal_before_anything_was_touched_lets_the_server_go_on(server, weights, snapshot, step, failure):
+    server.failing = {step: failure}
     with pytest.raises(WeightLoadError, match=f"failed in {step}.*{step} went wrong here") as caught:
         await weights.load(VERSION, snapshot)
     assert server.steps == [*SEQUENCE[: SEQUENCE.index(step) + 1], "resume"]
@@ -106,9 +118,11 @@ async def test_a_refusal_before_anything_was_touched_lets_the_server_go_on(serve
     assert not weights.broken
 
 
-@pytest.mark.parametrize("step", TOUCHED)
-async def test_a_failure_from_the_load_on_leaves_the_server_paused_and_out_of_use(server, weights, snapshot, step):
-    server.failing = {step: 500}
+@pytest.mark.parametrize(("step", "failure"), [*((step, 500) for step in TOUCHED), ("load", "refuse")])
+async def test_a_failure_from_the_load_on_leaves_the_server_paused_and_out_of_use(
+    server, weights, snapshot, step, failure
+):
+    server.failing = {step: failure}
     with pytest.raises(WeightLoadError, match=f"failed in {step}.*{step} went wrong here") as caught:
         await weights.load(VERSION, snapshot)
     assert server.steps == SEQUENCE[: SEQUENCE.index(step) + 1]
@@ -156,16 +170,17 @@ async def test_a_complete_load_heals_and_a_refused_one_does_not(server, weights,
     assert not weights.broken
 
 
-async def test_an_update_left_open_by_a_dead_client_is_abandoned_first(server, weights, snapshot):
-    server.failing = {"start": "once", "abandon": 500}
+async def test_an_update_left_open_by_a_dead_client_is_taken_over(server, weights, snapshot):
+    server.is_open = True
     await weights.load(VERSION, snapshot)
-    assert server.steps == ["pause", "start", "abandon", "start", *SEQUENCE[2:]]
+    assert server.steps == ["pause", *SEQUENCE[2:]]
 
 
-async def test_a_server_that_cannot_begin_goes_on_and_says_why_in_its_own_words(server, weights, snapshot):
-    server.failing = {"start": 500}
-    with pytest.raises(WeightLoadError, match=r"failed in start.*start went wrong here") as caught:
+async def test_a_server_without_the_plugin_goes_on_and_the_flags_are_named(server, weights, snapshot):
+    server.without_plugin = True
+    with pytest.raises(WeightLoadError, match=r"no attribute laminar_weights.*--worker-extension-cls") as caught:
         await weights.load(VERSION, snapshot)
+    assert server.steps == ["pause", "resume"]
     assert not caught.value.weights_broken
 
 

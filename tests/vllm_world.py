@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "configs/quickstart/model"
 """0.34 M parameters, float32, tied embeddings, a vocabulary of characters, context 128."""
 PYTHON = Path(os.environ.get("LAMINAR_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python")
-BOOT_S = 300.0  # 40 s on an idle machine with two cores
+BOOT_S = 500.0  # 40 s on an idle machine with two cores, minutes on a busy one
 STOP_S = 20.0
 LOG_CHARS = 6000  # enough for the last traceback
 

@@ -11,7 +11,6 @@ Invariants:
 * Prefix, KV and encoder caches are emptied while the server is paused, so none outlives the weights that made it.
 """
 
-import contextlib
 import time
 from typing import Any
 
@@ -22,7 +21,12 @@ from laminar.ids import Version
 from laminar.workers.engines.vllm_plugin import BACKEND
 from laminar.workers.relay.manifest import Snapshot
 
-SERVER_FLAGS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
+SERVER_FLAGS = (
+    "--weight-transfer-config",
+    f'{{"backend": "{BACKEND}"}}',
+    "--worker-extension-cls",
+    "laminar.workers.engines.vllm_plugin.worker.WeightReports",
+)
 """What a server needs to be started with."""
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """The weight routes exist only with it."""
@@ -90,17 +94,18 @@ class VllmWeights:
         data_s = STEP_S + snapshot.manifest.num_bytes / BYTES_PER_S
         try:
             began = time.monotonic()
-            await self._step("pause", "/pause?mode=abort&clear_cache=true", STEP_S)
+            await self._post("pause", "/pause?mode=abort&clear_cache=true", STEP_S)
             paused = time.monotonic()
-            await self._start()
-            await self._step("check", "/update_weights", data_s, {"update_info": {"check": offer}})
+            if not await self._has_open_update():
+                await self._post("start", "/start_weight_update", STEP_S)
+            await self._update("check", data_s, offer)
             checked = time.monotonic()
             touched = True
-            await self._step("load", "/update_weights", data_s, {"update_info": {"load": str(version)}})
+            await self._update("load", data_s, str(version))
             loaded = time.monotonic()
-            await self._step("finish", "/finish_weight_update", STEP_S, {"weight_version": str(version)})
+            await self._post("finish", "/finish_weight_update", STEP_S, {"weight_version": str(version)})
             await self._reset_caches()
-            await self._step("resume", "/resume", STEP_S)
+            await self._post("resume", "/resume", STEP_S)
         except _StepFailed as failure:
             self.broken = touched or was_broken or not (failure.answered and await self._has_resumed())
             raise WeightLoadError(failure.step, failure.reason, weights_broken=self.broken) from failure
@@ -112,31 +117,39 @@ class VllmWeights:
             finish_s=time.monotonic() - loaded,
         )
 
-    async def _start(self) -> None:
-        """Begin; an update that a client left open when it died is given up first."""
+    async def _has_open_update(self) -> bool:
+        """Whether a client began an update and died: vLLM would refuse to start another."""
+        return any(report["open"] for report in await self._reports("start"))
+
+    async def _update(self, step: str, limit_s: float, content: object) -> None:
+        """One step of the plugin, in all workers."""
+        await self._post(step, "/update_weights", limit_s, {"update_info": {step: content}})
+        problems = {report["problem"] for report in await self._reports(step)} - {""}
+        if problems:
+            raise _StepFailed(step, "; ".join(sorted(problems))[:ERROR_CHARS], answered=True)
+
+    async def _reports(self, step: str) -> list[dict[str, Any]]:
+        """What each worker says of the last step."""
         try:
-            await self._step("start", "/start_weight_update", STEP_S)
+            return (await self._post(step, "/collective_rpc", STEP_S, {"method": "laminar_weights"}))["results"]
         except _StepFailed as failure:
-            if not failure.answered:
-                raise
-            with contextlib.suppress(_StepFailed):
-                await self._step("start", "/update_weights", STEP_S, {"update_info": {"abandon": True}})
-            await self._step("start", "/start_weight_update", STEP_S)
+            advice = f"; was the server started with {' '.join(SERVER_FLAGS)}?" if failure.answered else ""
+            raise _StepFailed(step, failure.reason + advice, answered=failure.answered) from failure
 
     async def _reset_caches(self) -> None:
-        answer = await self._step("reset", "/reset_prefix_cache?reset_external=true", STEP_S)
+        answer = await self._post("reset", "/reset_prefix_cache?reset_external=true", STEP_S)
         if not answer.get("success"):
             raise _StepFailed("reset", f"the prefix cache was not emptied: {answer}", answered=True)
 
     async def _has_resumed(self) -> bool:
         """Let a server go on whose weights were not touched."""
         try:
-            await self._step("resume", "/resume", STEP_S)
+            await self._post("resume", "/resume", STEP_S)
         except _StepFailed:
             return False
         return True
 
-    async def _step(self, step: str, route: str, limit_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _post(self, step: str, route: str, limit_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The server's answer. Raises _StepFailed."""
         limit = aiohttp.ClientTimeout(total=limit_s)
         try:
@@ -147,7 +160,12 @@ class VllmWeights:
             raise _StepFailed(step, f"{route.partition('?')[0]}: {reason}", answered=False) from error
         if answer.status != 200:
             raise _StepFailed(step, f"{route.partition('?')[0]} answered {answer.status}: {_told(text)}", answered=True)
-        return msgspec.json.decode(text, type=dict)
+        try:
+            return msgspec.json.decode(text, type=dict)
+        except msgspec.DecodeError as error:
+            raise _StepFailed(
+                step, f"{route.partition('?')[0]} answered what vLLM does not: {error}", answered=False
+            ) from error
 
 
 def _told(text: str) -> str:

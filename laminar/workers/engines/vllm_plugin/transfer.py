@@ -2,13 +2,15 @@
 
     start ─► update {"check": offer} ─► update {"load": version} ─► finish
                  │ refused: old weights whole      │ failed: weights spoilt until a complete load
-                 └────────► start                  └────────► start
+                 └────────► check                  └────────► check
 
 Invariants:
 * No parameter is touched before bytes and layout of the version were checked, and all ranks agree that they are right.
-* Ranks refuse together: each digests its share of the blocks, and one collective decides for all of them.
+* Ranks refuse and fail together: each digests its share of the blocks, and collectives decide for all of them.
 * After a load that failed the parameters are not numbers, so nothing can be generated from a mixture of two versions,
   whoever resumes the server; `finish` is refused, so no version is stamped on them.
+* A step does not raise; `problem` says what went wrong. When several workers raise, vLLM takes the first one's reply and
+  leaves the others' in their queues, where the next calls find them (vllm#57846).
 """
 
 import time
@@ -45,8 +47,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """The fields of an `Offer`."""
     load: str = ""
     """The version that was checked."""
-    abandon: bool = False
-    """Ends an update that nobody will finish. An error does that in vLLM, and nothing else but `finish`."""
 
 
 class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -58,6 +58,8 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.problem = ""
+        """What went wrong in the last step."""
         self._slot: Slot | None = None
         """Checked, not loaded yet."""
         self._loaded = False
@@ -69,21 +71,21 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Forget an update that was begun and not finished."""
-        self._drop_slot()
-        self._loaded = False
+        """Nothing to do: the first step of an update forgets the one before."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """One step. Overridden because vLLM's own synchronises an accelerator, which a CPU has not."""
-        self.receive_weights(self.parse_update_info(update_info))
+        self.problem = ""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception as error:  # noqa: BLE001  see the module
+            self.problem = _text(error)
+            logger.warning("weight update: %s", self.problem)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises Refused when a version does not fit, and whatever vLLM's loader raises."""
-        if update_info.abandon:
-            self._drop_slot()
-            raise RuntimeError("the weight update was abandoned, as its client asked")
         if update_info.check is not None:
             self._check(update_info.check)
         else:
@@ -102,14 +104,15 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _check(self, fields: dict[str, Any]) -> None:
         self._drop_slot()
+        self._loaded = False
         slot, problem, read = None, "", Counter[str]()
         group = get_world_group()
         try:
             slot = Slot(Offer.parse(fields))
             if slot.offer.manifest != self._fitting:
                 read = loading.rehearse(self.model, slot.snapshot.tensors())
-        except Refused as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001  the other ranks wait in the collective, whatever this one met
+            problem = _text(error)
         if _any(group, problem):
             raise Refused(problem or "another rank of this server refused the weights: its log says why")
         assert slot is not None
@@ -126,15 +129,16 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         slot = self._slot
         if slot is None or slot.offer.version != version:
             raise RuntimeError(f"{version!r} cannot be loaded: it is not what was checked last in this update")
-        began = time.monotonic()
+        began, problem = time.monotonic(), ""
         try:
             loading.fill(self.model, self.model_config, slot.snapshot.tensors())
-        except BaseException:
-            logger.exception("loading %s failed half-way; the weights are spoilt until a complete load", version)
+        except Exception as error:  # loaders raise anything, and the other ranks must hear of it
+            logger.exception("loading %s failed half-way", version)
+            problem = _text(error)
+        self._drop_slot()
+        if _any(get_world_group(), problem):
             loading.spoil(self.model)
-            raise
-        finally:
-            self._drop_slot()
+            raise RuntimeError(f"{problem or 'another rank failed'}; the weights are spoilt until a complete load")
         self._loaded = True
         logger.info("loaded %s in %.3f s", version, time.monotonic() - began)
 
@@ -142,6 +146,10 @@ class LaminarWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._slot is not None:
             self._slot.close()
             self._slot = None
+
+
+def _text(error: Exception) -> str:
+    return str(error) or repr(error)
 
 
 def _any(group: GroupCoordinator, problem: str) -> bool:

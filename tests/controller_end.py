@@ -75,7 +75,7 @@ class ControllerEnd:
         with contextlib.suppress(ConnectionError):
             await self._ws.send_bytes(data)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until `condition()` holds; looked at after every frame and (dis)connect."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)

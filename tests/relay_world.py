@@ -16,7 +16,7 @@ from laminar.workers.relay.client import Lease, RelayClient
 from laminar.workers.relay.manifest import Manifest
 
 MANIFEST = Manifest.plan([("embed", "float32", (600, 1024), 4), ("head", "float32", (1000,), 4)])
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def version(step: int) -> Version:

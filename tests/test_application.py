@@ -19,7 +19,7 @@ from laminar.ids import WorkerId
 from laminar.tasks import datasets
 from laminar.workers.relay import paths
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class World:
@@ -78,7 +78,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 async def run(application: Application, when_started: Callable[[], None]) -> int:
     """The exit code; `when_started` is called when all processes are started."""
     running = asyncio.create_task(application.run())
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         while not (running.done() or has_started(application)):  # noqa: ASYNC110 - the application has no event for it
             await asyncio.sleep(0.01)
         if not running.done():

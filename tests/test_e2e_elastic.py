@@ -16,7 +16,7 @@ from laminar.core import events
 
 pytestmark = pytest.mark.timeout(240)
 
-LEAVE_S = 30.0
+LEAVE_S = 60.0
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from e2e import SMALL, Run, hosts_file, ledger_is_closed
 pytestmark = pytest.mark.timeout(180)
 
 LONG = "run.steps=2000"
-STOPPED_S = 30.0
+STOPPED_S = 60.0
 
 HANGING_ENGINE = """
 import os

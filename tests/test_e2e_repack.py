@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from e2e import QUICKSTART, Run, hosts_file, ledger_is_closed
+from e2e import END_S, QUICKSTART, Run, hosts_file, ledger_is_closed
 from e2e_replay import Freed, Move, Part, Replay, Tokens, keep_tokens, read_tokens
 
 from laminar import configfile
@@ -21,7 +21,7 @@ from laminar.workers.rollout.requests import Requests
 from laminar.workers.rollout.text import TextCodec
 from laminar.workers.trainer.model import Policy, load_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 STEPS_MAX = 80  # far more than it takes: the run is stopped when enough has happened
 LOOK_EVERY = 10  # steps
@@ -111,7 +111,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with Run.start(directory, hosts, *weights, *case.overrides, config="longtail.toml") as run:
         kept = keep_tokens(run)
         for step in range(LOOK_EVERY, STEPS_MAX, LOOK_EVERY):
-            run.until_said(rf"^step {step}/")
+            run.until_said(rf"^step {step}/", END_S)
             if _is_enough(case, Replay(run)):
                 break
         status = run.status()

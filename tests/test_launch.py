@@ -42,13 +42,13 @@ class World:
 
     async def line(self, name: str = "rollout-0", number: int = 1) -> list[str]:
         """The first lines of a log, once they are there."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(lines := self.launcher.last_lines(name).splitlines()) < number:  # noqa: ASYNC110 - it is a file
                 await asyncio.sleep(0.01)
         return lines
 
     async def exit(self) -> tuple[str, int, str]:
-        await asyncio.wait_for(self.told.wait(), 20)
+        await asyncio.wait_for(self.told.wait(), 60)
         return self.exits[0]
 
     async def stop(self, *asked: str) -> None:
@@ -71,7 +71,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 async def gone(pid: int) -> None:
     """Wait until a process that is not our child has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while launch._living([process for process in psutil.process_iter() if process.pid == pid]):  # noqa: ASYNC110 - not our child: nobody tells us
             await asyncio.sleep(0.01)
 
@@ -224,7 +224,7 @@ async def test_kill_ends_everything_at_once(world: World) -> None:
     _, child = await with_child(world)
     world.launcher.kill()
     await gone(child)
-    await asyncio.wait_for(asyncio.gather(*world.launcher._watchers.values()), 20)
+    await asyncio.wait_for(asyncio.gather(*world.launcher._watchers.values()), 60)
     assert is_gone(stubborn)
     assert world.exits == []
 
@@ -234,7 +234,7 @@ async def test_a_process_that_is_given_up_is_killed_with_its_descendants_and_the
     root, child = await with_child(world)
     world.launcher.give_up("rollout-0")
     await gone(child)
-    await asyncio.wait_for(world.launcher._watchers["rollout-0"], 20)
+    await asyncio.wait_for(world.launcher._watchers["rollout-0"], 60)
     assert is_gone(root)
     assert not is_gone(other)
     assert world.exits == []
@@ -244,7 +244,7 @@ async def test_a_process_that_is_given_up_is_killed_with_its_descendants_and_the
 async def test_giving_up_a_rank_ends_its_launch(world: World) -> None:
     process = await world.python(SLEEP, name="trainer-0")
     world.launcher.give_up("trainer-0/1")
-    await asyncio.wait_for(world.launcher._watchers["trainer-0"], 20)
+    await asyncio.wait_for(world.launcher._watchers["trainer-0"], 60)
     assert is_gone(process)
 
 

@@ -18,7 +18,7 @@ from laminar.errors import ProtocolError
 from laminar.ids import Version
 from laminar.workers.link import Link, LinkClosed, LinkRefused, Orphaned, ThreadLink, TokensUnavailable
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def steps(messages: list) -> list[int]:
 
 
 async def received(link: Link) -> wire.Message:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await link.receive()
 
 
@@ -302,19 +302,19 @@ async def test_close_without_a_controller_is_bounded(end: ControllerEnd) -> None
     link = make_link(end, orphan_timeout_s=60)
     await link.connect()
     await end.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await link.close(timeout_s=0.1)
 
 
 async def test_a_thread_link_delivers_receives_and_ends_its_thread(end: ControllerEnd) -> None:
     link = ThreadLink(end.url, "trainer-0", "trainer", token=TOKEN)
-    welcome = await asyncio.to_thread(link.connect, 20)
+    welcome = await asyncio.to_thread(link.connect, 60)
     assert (welcome.run_id, link.config) == ("test", FAST)
     assert await asyncio.to_thread(link.receive, 0.01) is None
     for step in range(20):
         link.send(lost(step))
     await end.send(wire.Publish(version=Version(4, 0)))
-    message = await asyncio.to_thread(link.receive, 20)
+    message = await asyncio.to_thread(link.receive, 60)
     rows = await asyncio.to_thread(link.fetch_tokens, [3, 1])
     await asyncio.to_thread(link.close)
     link.close()
@@ -328,7 +328,7 @@ async def test_a_thread_link_delivers_receives_and_ends_its_thread(end: Controll
 async def test_a_thread_link_raises_refusals_and_timeouts(end: ControllerEnd) -> None:
     refused = ThreadLink(end.url, "trainer-0", "trainer", token="wrong")
     with pytest.raises(LinkRefused):
-        await asyncio.to_thread(refused.connect, 20)
+        await asyncio.to_thread(refused.connect, 60)
     await asyncio.to_thread(refused.close)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -20,7 +20,7 @@ def living() -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def own(root: Path, run_id: str, owner: paths.Owner) -> Path:
@@ -51,7 +51,7 @@ def test_the_directory_of_a_dead_process_is_swept_and_that_of_a_live_one_stays(t
     other.mkdir()
     assert paths.sweep(tmp_path) == []
     living.kill()
-    living.communicate(timeout=20)
+    living.communicate(timeout=60)
     assert paths.sweep(tmp_path) == [str(dead), str(live)]
     assert list(tmp_path.iterdir()) == [other]
 

@@ -32,7 +32,7 @@ from laminar.workers.rollout import replica as replica_module
 from laminar.workers.rollout.text import PromptError, TextCodec
 from laminar.workers.rollout.worker import RolloutWorker
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 CONTEXT = 1024
 V0, BROKEN = Version(0, 0), Version(1, 0)
@@ -187,10 +187,10 @@ async def running(config: Config, relay: Daemon) -> AsyncIterator[Bench]:
         worker = RolloutWorker(link, relay_directory=relay.directory)
         life = asyncio.create_task(worker.run())
         try:
-            await end.until(lambda: bool(end.of(wire.RolloutReady)) or life.done(), 40.0)
+            await end.until(lambda: bool(end.of(wire.RolloutReady)) or life.done(), 90.0)
             yield Bench(end, relay)
             await end.send(wire.Stop(reason="test over"))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert await life == "test over"
             assert end.messages[-1] == wire.Goodbye()
         finally:
@@ -298,17 +298,29 @@ async def test_reward_code_that_raises_is_recorded_as_the_datas_fault(config: Co
         assert len(bench.all_of("finished")) == 2
 
 
-async def test_aborted_attempts_flush_their_tokens_and_are_silent_then(config: Config, relay: Daemon) -> None:
+async def test_aborted_attempts_flush_their_tokens_and_are_silent_then(
+    config: Config, relay: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, decode = threading.Event(), CausalLM.decode
+
+    def stand_still(model: CausalLM, tokens: list[int]) -> torch.Tensor:
+        assert go_on.wait(60.0)
+        return decode(model, tokens)
+
+    digest = digest_of(relay, V0)
     long = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, max_tokens=CONTEXT))
     async with running(long, relay) as bench:
         await bench.hold()
+        monkeypatch.setattr(CausalLM, "decode", stand_still)  # else all might end before anybody looks
         await bench.assign([start(number) for number in range(6)])
         await bench.end.until(bench.is_generating)
-        await bench.end.send(wire.Refresh(version=V0, digest=digest_of(relay, V0)))
+        await bench.end.send(wire.Refresh(version=V0, digest=digest))
         await bench.end.until(lambda: bool(bench.end.of(wire.RefreshFailed)))
         assert "still generate" in bench.end.of(wire.RefreshFailed)[0].reason
         numbers = [TrajectoryId(number) for number in range(6)]
         await bench.end.send(wire.Abort(trajectories=numbers, attempts=[0] * 6))
+        await bench.end.until(lambda: bench.end.session.num_pending == 0)
+        go_on.set()
         refreshed = len(bench.end.of(wire.Refreshed))
         await bench.hold()
         await bench.end.until(lambda: len(bench.end.of(wire.Refreshed)) > refreshed)
@@ -355,6 +367,7 @@ async def test_an_evaluation_beside_other_work_is_greedy_and_scored(config: Conf
         assert (first.score, first.accuracy) == (second.score, 0.0)
         assert 0 < first.score <= 0.04
         assert first.num_prompts == 5  # those that can be scored
+        await bench.end.until(lambda: bool(bench.end.of(wire.EvaluationFailed)))
         (failed,) = bench.end.of(wire.EvaluationFailed)
         assert (failed.evaluation, "holds v0" in failed.reason) == (3, True)
         await bench.until("rewarded", 2)
@@ -446,7 +459,7 @@ async def worker_process(end: ControllerEnd, *arguments: str) -> AsyncIterator[a
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
     """(exit status, stderr)"""
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         _, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, errors.decode()
@@ -460,7 +473,7 @@ async def test_the_process_works_and_exits_0_when_told_to_stop(config: Config, r
     async with controller_end(config) as end:
         arguments = ("--relay", str(relay.directory), "--max-concurrent", "3")
         async with worker_process(end, *arguments) as process:
-            await end.until(ready(end), 40)
+            await end.until(ready(end), 90)
             assert end.of(wire.RolloutReady)[0].num_requests_max == 3
             bench = Bench(end, relay)
             await bench.hold()
@@ -474,7 +487,7 @@ async def test_the_process_works_and_exits_0_when_told_to_stop(config: Config, r
 
 async def test_sigterm_ends_the_process_cleanly_while_it_starts(config: Config, relay: Daemon) -> None:
     async with controller_end(config) as end, worker_process(end, "--relay", str(relay.directory)) as process:
-        await end.until(lambda: bool(end.heartbeats), 40)
+        await end.until(lambda: bool(end.heartbeats), 90)
         process.send_signal(signal.SIGTERM)
         status, errors = await ended(process)
         assert (status, "Traceback" in errors) == (0, False), errors
@@ -485,7 +498,7 @@ async def test_an_orphaned_process_exits_3(config: Config, relay: Daemon) -> Non
     timings = ControllerConfig(heartbeat_s=0.2, heartbeat_timeout_s=5.0, orphan_timeout_s=0.5)
     orphaning = msgspec.structs.replace(config, controller=timings)
     async with controller_end(orphaning) as end, worker_process(end, "--relay", str(relay.directory)) as process:
-        await end.until(ready(end), 40)
+        await end.until(ready(end), 90)
         await end.stop()
         status, errors = await ended(process)
     assert (status, "no controller" in errors) == (3, True), errors
@@ -551,9 +564,9 @@ async def test_weights_that_are_not_those_of_their_version_end_the_worker(config
         async with controller_end(config) as end:
             link = Link(end.url, worker="rollout-0", role="rollout", token=TOKEN)
             life = asyncio.create_task(RolloutWorker(link, relay_directory=daemon.directory).run())
-            await end.until(lambda: bool(end.of(wire.RolloutReady)), 40.0)
+            await end.until(lambda: bool(end.of(wire.RolloutReady)), 90.0)
             await end.send(wire.Refresh(version=V0, digest=digest_of(daemon, V0)))
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(90):
                 with pytest.raises(CanaryError, match=r"differ by .* nats a token from the trainer's"):
                     await life
             assert not end.of(wire.Refreshed)

@@ -64,7 +64,7 @@ class World:
             self.changed.notify_all()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self.changed:
+        async with asyncio.timeout(60), self.changed:
             await self.changed.wait_for(condition)
 
     def steps(self, worker: str = "rollout-0") -> list[int]:
@@ -76,13 +76,13 @@ async def world() -> AsyncIterator[World]:
     world = World()
     await world.server.start("127.0.0.1", 0)
     yield world
-    await asyncio.wait_for(world.server.close(), 20)
+    await asyncio.wait_for(world.server.close(), 60)
 
 
 @contextlib.asynccontextmanager
 async def linked(world: World, worker: str = "rollout-0") -> AsyncIterator[Link]:
     link = Link(world.url, worker=worker, role="rollout", token=TOKEN)
-    await asyncio.wait_for(link.connect(), 20)
+    await asyncio.wait_for(link.connect(), 60)
     try:
         yield link
     finally:
@@ -94,7 +94,7 @@ def lost(step: int) -> wire.VersionLost:
 
 
 async def received(link: Link) -> wire.Message:
-    return await asyncio.wait_for(link.receive(), 20)
+    return await asyncio.wait_for(link.receive(), 60)
 
 
 def hello(**changes: object) -> wire.Hello:
@@ -118,7 +118,7 @@ class Peer:
 
     async def next(self) -> wire.ControllerEnvelope:
         """The next frame, heartbeats included."""
-        frame = await asyncio.wait_for(self.ws.receive(), 20)
+        frame = await asyncio.wait_for(self.ws.receive(), 60)
         assert frame.type is WSMsgType.BINARY, frame
         return wire.decode_from_controller(frame.data)
 
@@ -135,7 +135,7 @@ class Peer:
 
     async def end(self) -> None:
         """Read until the server hangs up."""
-        while (await asyncio.wait_for(self.ws.receive(), 20)).type is WSMsgType.BINARY:
+        while (await asyncio.wait_for(self.ws.receive(), 60)).type is WSMsgType.BINARY:
             pass
 
     def cut(self) -> None:
@@ -351,7 +351,7 @@ async def test_a_link_forgets_its_frames_when_a_real_log_has_them(world: World, 
         await world.until(lambda: len(world.heard) == 10)
         assert link.pending_bytes > 0
         log.start(world.server.acknowledge)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while link.pending_bytes:  # noqa: ASYNC110 - a link has no event for it
                 await asyncio.sleep(0.01)
     await asyncio.to_thread(log.close)
@@ -532,7 +532,7 @@ async def test_a_process_under_the_name_of_a_living_one_is_refused(world: World)
 
 async def test_a_fenced_worker_is_told_to_stop_and_refused_afterwards(world: World) -> None:
     link = Link(world.url, worker="rollout-0", role="rollout", token=TOKEN)
-    await asyncio.wait_for(link.connect(), 20)
+    await asyncio.wait_for(link.connect(), 60)
     channel = world.server.channels()[0]
     world.server.fence(channel.worker, channel.incarnation, "its pull did not end")
     assert await received(link) == wire.Stop(reason="its pull did not end")
@@ -572,7 +572,7 @@ async def test_a_peer_that_reads_nothing_is_reported_broken_and_does_not_hold_up
                 WorkerId("rollout-0"), wire.Evaluate(evaluation=step, version=Version(0, 0), prompts=[detail])
             )
         await world.until(lambda: world.broken == [("rollout-0", 10)])
-        await asyncio.wait_for(world.server.close(), 20)
+        await asyncio.wait_for(world.server.close(), 60)
         peer.cut()
 
 
@@ -624,7 +624,7 @@ def store(world: World, tmp_path: Path) -> TokenStore:
 
 async def test_ranks_fetch_their_tokens(world: World, store: TokenStore) -> None:
     async with linked(world) as link:
-        rows = await asyncio.wait_for(link.fetch_tokens(list(range(300, 0, -1))), 20)
+        rows = await asyncio.wait_for(link.fetch_tokens(list(range(300, 0, -1))), 60)
     assert rows == store.rows([TrajectoryId(number) for number in range(300, 0, -1)])
 
 
@@ -632,7 +632,7 @@ async def test_ranks_fetch_their_tokens(world: World, store: TokenStore) -> None
 async def test_a_trajectory_that_is_not_held_is_named(world: World) -> None:
     async with linked(world) as link:
         with pytest.raises(TokensUnavailable, match="trajectory 999 is not held"):
-            await asyncio.wait_for(link.fetch_tokens([1, 999]), 20)
+            await asyncio.wait_for(link.fetch_tokens([1, 999]), 60)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", wire.encode([["x"]]), wire.encode({"trajectories": [1]})])

@@ -127,6 +127,8 @@ def test_what_is_no_path_stays_as_it_is(model):
         ("[run]\nseed = 9223372036854775808\n", "fit in 64 bits"),
         ("[run]\nname = 5\n", "run.name = 5: expected text"),
         ("[task]\nshuffle = 1\n", "task.shuffle = 1: expected true or false"),
+        ("[task]\nagent = 5\n", "task.agent = 5: expected text or a list of texts"),
+        ("[task]\nagent_env = 'X'\n", 'task.agent_env = "X": expected a list of texts'),
         ("[task]\noptions = 1\n", "task.options = 1: expected a table"),
         ("[task]\nshuffle = 1979-05-27\n", "task.shuffle = 1979-05-27: expected true or false"),
         ('[buffer]\non_stales = "drop"\n', "key buffer.on_stales is unknown"),

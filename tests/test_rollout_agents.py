@@ -484,12 +484,12 @@ async def test_parallel_calls_are_answered_one_after_another(setup: Setup, relay
 ABANDONED = """
 import socket
 host, port = BASE.split("/")[2].split(":")
-body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 900}).encode()
+body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 900, "stream": True}).encode()
 fields = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Authorization: Bearer " + KEY, f"Content-Length: {len(body)}"]
 head = "\\r\\n".join(fields) + "\\r\\n\\r\\n"
 with socket.create_connection((host, int(port))) as connection:
     connection.sendall(head.encode() + body)
-    time.sleep(0.3)
+    assert connection.recv(12) == b"HTTP/1.1 200"  # it has begun
 chat([{"role": "user", "content": "else"}])
 """
 

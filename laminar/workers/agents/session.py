@@ -167,6 +167,9 @@ class Session:
         except ValueError as error:
             self.fail(Failure(kind="data", reason="prompt_rejected", detail=str(error)))
             raise CallError(400, "invalid_request", str(error)) from error
+        except RuntimeError as error:  # the engine has ended, which its `watch` tells too
+            self.fail(Failure(kind="infra", reason="engine_error", detail=str(error)))
+            raise self._over() from error
         self._running[key], self._live[key] = running, self
 
     def _begin_in_transcript(self, opened: Opened) -> None:

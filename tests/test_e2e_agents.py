@@ -118,18 +118,18 @@ def test_evaluations_run_the_agent(finished: Finished) -> None:
 
 
 def test_a_lost_replica_takes_its_agents_along_and_the_run_goes_on(tmp_path: Path) -> None:
-    with start(tmp_path, "run.steps=4", "controller.heartbeat_timeout_s=5", replicas=2) as run:
-        run.until_said(r"^step 1/4")
-        run.until(lambda: run.status()["replicas"]["rollout-1"]["generating"])
+    with start(tmp_path, "run.steps=2000", "task.eval_prompts=0", replicas=2) as run:
+        run.until_said(r"^step 1/")
+        run.until(lambda: run.status()["replicas"].get("rollout-1", {}).get("generating"))
         run.kill_worker("laminar.workers.rollout", "rollout-1")
-        assert run.wait(220.0) == 0, run.output
+        run.until_said(r"^rollout-1 is started again")
+        (last,) = run.query("SELECT max(step) FROM metrics")[0]
+        run.until_said(rf"^step {last + 2}/")
+        run.signal(signal.SIGINT)
+        run.wait()
         assert ledger_is_closed(run.output)
-        trained = run.query("SELECT finish_reason, count(*) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY 1")
-        assert trained == [("env", 4 * 2 * 4)]
-        versions = run.query(
-            "SELECT DISTINCT group_id, behavior_version FROM trajectories WHERE trained_at IS NOT NULL"
-        )
-        assert len(versions) == 4 * 2, "a group has one version"
+        rows = run.query("SELECT DISTINCT group_id, behavior_version FROM trajectories WHERE trained_at IS NOT NULL")
+        assert len({group for group, _ in rows}) == len(rows) > 0, "a group has one version"
 
 
 def test_an_agent_that_cannot_work_is_told_with_its_own_words(tmp_path: Path) -> None:

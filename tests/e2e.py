@@ -47,6 +47,13 @@ SMALL = (
 """Overrides of the quickstart for runs whose steps are short."""
 
 
+def _session(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else 0
+    except (OSError, psutil.NoSuchProcess):
+        return 0
+
+
 def hosts_file(directory: Path, *, ranks: int = 1, replicas: int = 1) -> Path:
     """A hosts file for this machine."""
     path = directory / f"hosts-{ranks}-{replicas}.txt"
@@ -182,8 +189,11 @@ class Run:
         self.process.send_signal(number)
 
     def marked(self) -> list[psutil.Process]:
-        """All living processes of this run."""
-        return [process for process in psutil.process_iter() if self._is_marked(process)]
+        """All living processes of this run; also those that wiped their environment, by the session they are in."""
+        running = list(psutil.process_iter())
+        marked = [process for process in running if self._is_marked(process)]
+        sessions = {_session(process) for process in marked} - {0, os.getsid(0)}
+        return [process for process in running if process in marked or _session(process) in sessions]
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:

@@ -203,6 +203,16 @@ async def test_descendants_in_other_sessions_end_too(world: World) -> None:
     assert is_gone(root)
 
 
+async def test_descendants_without_the_token_in_their_environment_end_too(world: World) -> None:
+    sleep = "import time; print('up', flush=True); time.sleep(600)"
+    start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], env={{}}); "
+    root = await world.python(start + "import time; time.sleep(600)")
+    await world.line()
+    (child,) = root.children()
+    await world.stop()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
 async def test_descendants_that_ignore_sigterm_are_killed(world: World) -> None:
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     _, child = await with_child(world, program)

@@ -3,7 +3,7 @@
 Every process has its own session and a log file `logs/<name>.log`. `on_exit(name, code, last lines)` is called once for
 each that ends before it was told to. `stop` leaves no process behind: asked by message, then SIGTERM, then SIGKILL,
 descendants included. They are known by the run's token in their environment, also when their parent is dead and they are
-in sessions of their own (torchrun's ranks).
+in sessions of their own (torchrun's ranks); and by the session of such a process, since some wipe their environment (vLLM's).
 """
 
 import asyncio
@@ -141,11 +141,10 @@ class Launcher:
     def _processes(self, name: str | None = None) -> list[psutil.Process]:
         """Everything that runs now of one process or of all: what we started and whatever that started."""
         roots = [child.pid for key, child in self._children.items() if name in (None, key) and child.returncode is None]
-        found: dict[int, psutil.Process] = {}
-        for process in psutil.process_iter():
-            if process.pid in roots or self._is_descendant(process, name):
-                found[process.pid] = process
-        return _living(list(found.values()))
+        running = list(psutil.process_iter())
+        known = [p for p in running if p.pid in roots or self._is_descendant(p, name)]
+        sessions = {_session(p) for p in known} - {0, os.getsid(0)}
+        return _living([p for p in running if p in known or _session(p) in sessions])
 
     def _is_descendant(self, process: psutil.Process, name: str | None) -> bool:
         try:
@@ -173,6 +172,14 @@ def _fold_report(text: str) -> str:
     rest = before[:own] if own >= 0 and "ChildFailedError" in before[own:] else before
     lines = [line for line in rest.splitlines() if "torch/distributed/elastic" not in line]
     return "\n".join([*lines, f"{FOLDED}{found['rank']} {ending} (pid {found['pid']})"])
+
+
+def _session(process: psutil.Process) -> int:
+    """Of this process; 0 if it has ended."""
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return 0
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from relay_world import LIMIT_S
@@ -33,17 +34,24 @@ def content(version: Version, num_bytes: int) -> np.ndarray:
 class Relay:
     """One daemon of a chain."""
 
-    def __init__(self, name: str, token: str = TOKEN, progress_timeout_s: float = 2.0) -> None:
+    def __init__(self, name: str, token: str = TOKEN, progress_timeout_s: float = 2.0, deltas: str = "auto") -> None:
         self.name = name
         self.run_id = f"test-{uuid.uuid4().hex[:10]}-{name}"
         self.directory = paths.shm_directory(self.run_id)
         self.progress_timeout_s = progress_timeout_s
-        self.token = token
+        self.token, self.deltas = token, deltas
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "laminar.workers.relay", "--run-id", self.run_id, "--name", self.name]
-        command += ["--listen", "127.0.0.1", "--progress-timeout", str(self.progress_timeout_s)]
+        command += [
+            "--listen",
+            "127.0.0.1",
+            "--progress-timeout",
+            str(self.progress_timeout_s),
+            "--deltas",
+            self.deltas,
+        ]
         environment = {**os.environ, "LAMINAR_TOKEN": self.token}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.client = RelayClient(self.directory, 60.0)
@@ -53,18 +61,25 @@ class Relay:
         return Neighbour(name=self.name, host="127.0.0.1", port=self.client.status().chain_port)
 
     def publish(self, step: int, num_bytes: int) -> Version:
+        return self.publish_bytes(step, content(Version(step, 0), num_bytes))
+
+    def publish_bytes(self, step: int, data: np.ndarray) -> Version:
         version = Version(step, 0)
-        buffer = self.client.begin(version, manifest_of(num_bytes), 0, 1)
+        buffer = self.client.begin(version, manifest_of(data.nbytes), 0, 1)
         assert buffer is not None
-        buffer[:num_bytes] = memoryview(content(version, num_bytes))
+        buffer[: data.nbytes] = memoryview(data).cast("B")
         self.client.commit(version)
         return version
 
     def holds(self, version: Version, num_bytes: int) -> bool:
         """Once it is ready, whether its bytes are those that were published."""
+        return self.bytes_of(version, num_bytes) == content(version, num_bytes).tobytes()
+
+    def bytes_of(self, version: Version, num_bytes: int) -> bytes:
+        """Once it is ready."""
         with self.client.lease(version, wait_s=LIMIT_S) as lease:
             lease.verify()
-            return bytes(lease.buffer[:num_bytes]) == content(version, num_bytes).tobytes()
+            return bytes(lease.buffer[:num_bytes])
 
     def until(self, condition: Callable[[protocol.Status], bool]) -> protocol.Status:
         deadline = time.monotonic() + LIMIT_S
@@ -100,9 +115,9 @@ def arrange(epoch: int, relays: list[Relay]) -> None:
 
 
 @contextlib.contextmanager
-def chain(num_relays: int, **options: float) -> Iterator[list[Relay]]:
+def chain(num_relays: int, **options: Any) -> Iterator[list[Relay]]:
     """Daemons r0 → r1 → …, which must not have failed inside."""
-    relays = [Relay(f"r{number}", **options) for number in range(num_relays)]  # type: ignore[arg-type]
+    relays = [Relay(f"r{number}", **options) for number in range(num_relays)]
     try:
         arrange(1, relays)
         yield relays

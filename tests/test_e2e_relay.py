@@ -39,16 +39,21 @@ def two_hosts(directory: Path) -> Path:
 
 
 def test_weights_reach_replicas_of_another_host_through_its_relay_also_after_that_was_killed(tmp_path: Path) -> None:
-    with Run.start(tmp_path, two_hosts(tmp_path), *SMALL, "run.steps=40") as run:
-        run.until_said(r"^step 5/")
+    with Run.start(tmp_path, two_hosts(tmp_path), *SMALL, "run.steps=5000") as run:
+        run.until_said(r"^step 2/")
+        run.until(lambda: _oldest(run) >= 1)
         run.kill_worker("relay-1")
         run.until_said(r"^relay-1 is started again")
+        step = run.status()["step"]
+        run.until(lambda: _oldest(run) > step)
+        run.signal(signal.SIGINT)
         assert run.wait() == 0, run.output
     assert ledger_is_closed(run.output)
-    assert run.num_dropped() == {}, run.output
-    pulled = "SELECT count(DISTINCT version), max(CAST(substr(version, 2) AS INTEGER)) FROM spans WHERE kind = 'pull'"
-    for worker in ("rollout-0", "rollout-1"):
-        ((num_versions, newest),) = run.query(f"{pulled} AND worker = '{worker}'")
-        assert num_versions > 10, (worker, num_versions)
-        assert newest > 30, f"{worker} pulled at last v{newest}"
+    assert run.num_dropped().keys() <= {"stopped"}, run.output
     assert [str(path) for path in SHM.glob(f"*{run.name}*")] == []
+
+
+def _oldest(run: Run) -> int:
+    """Step of the oldest version that a replica holds; -1 while one holds none."""
+    held = [replica["version"] for replica in run.status()["replicas"].values()]
+    return min((int(version[1:]) if version else -1 for version in held), default=-1)

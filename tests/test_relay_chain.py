@@ -3,6 +3,7 @@
 import signal
 import socket
 
+import numpy as np
 import pytest
 from chain_world import Relay, arrange, chain
 from relay_world import LIMIT_S
@@ -98,6 +99,38 @@ def test_a_reader_holds_its_version_while_others_flow_through_its_relay():
                 version = relays[0].publish(step, SMALL)
                 assert relays[1].holds(version, SMALL)
             lease.verify()
+
+
+def test_a_version_of_which_little_changed_crosses_every_hop_as_deltas_and_arrives_bit_for_bit():
+    rng = np.random.default_rng(1)
+    weights = rng.integers(0, 1 << 15, (8 << 20) // 2, dtype=np.uint16)
+    with chain(3, deltas="always") as relays:
+        first = relays[0].publish_bytes(1, weights)
+        assert relays[2].bytes_of(first, weights.nbytes) == weights.tobytes()
+        whole = [relay.client.status().chain_wire_bytes for relay in relays[:2]]
+        weights[rng.choice(len(weights), len(weights) // 100, replace=False)] += 1
+        second = relays[0].publish_bytes(2, weights)
+        assert relays[2].bytes_of(second, weights.nbytes) == weights.tobytes()
+        for relay, before in zip(relays, whole, strict=False):
+            relay.until(lambda status: status.chain_sent_bytes >= 2 * weights.nbytes)
+            assert relay.client.status().chain_wire_bytes - before < weights.nbytes / 30
+
+
+def test_a_relay_that_lacks_the_base_gets_whole_chunks():
+    weights = np.zeros((4 << 20) // 2, np.uint16)
+    with chain(2, deltas="always") as relays:
+        first = relays[0].publish_bytes(1, weights)
+        assert relays[1].bytes_of(first, weights.nbytes) == weights.tobytes()
+        late = Relay("late", deltas="always")
+        try:
+            weights[::1000] += 1
+            second = relays[0].publish_bytes(2, weights)
+            assert relays[1].bytes_of(second, weights.nbytes) == weights.tobytes()
+            arrange(2, [*relays, late])
+            assert late.bytes_of(second, weights.nbytes) == weights.tobytes()
+            assert relays[1].client.status().chain_wire_bytes == weights.nbytes
+        finally:
+            late.end()
 
 
 def test_a_stranger_without_the_runs_token_gets_no_link():

@@ -82,6 +82,17 @@ def test_a_chunk_that_changed_everywhere_is_sent_whole(item_bytes: int):
     assert delta.encode(raw(base + 1), raw(base), item_bytes) is None
 
 
+def test_the_pace_settles_on_what_is_faster_and_looks_again_now_and_then():
+    for delta_s, full_s, expected in ((1.0, 10.0, True), (10.0, 1.0, False)):
+        pace = delta.Pace()
+        chosen = []
+        for _ in range(4 * delta.TRY_EVERY):
+            chosen.append(pace.prefers_delta())
+            pace.took(1 << 20, delta_s if chosen[-1] else full_s, as_delta=chosen[-1])
+        assert chosen.count(expected) >= len(chosen) - 6
+        assert set(chosen) == {True, False}
+
+
 def test_bytes_that_have_no_delta_are_refused():
     for new, base, item_bytes in ((16, 8, 2), (12, 12, 2), (16, 16, 1), (16, 16, 8)):
         with pytest.raises(ValueError, match="have no delta"):

@@ -22,6 +22,7 @@ from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import CHUNK_BYTES, Place
 from laminar.workers.relay.daemon import RelayServer
+from laminar.workers.relay.delta import MODES
 from laminar.workers.relay.versions import Told
 from laminar.workers.transport import make_transport
 
@@ -57,7 +58,12 @@ def _parse() -> argparse.Namespace:
         "--progress-timeout", type=float, default=0.5, metavar="S", help="a link without a byte for so long is broken"
     )
     parser.add_argument("--chunk-mib", type=int, default=CHUNK_BYTES >> 20, metavar="N", help="most sent in one go")
+    parser.add_argument(
+        "--deltas", choices=MODES, default="auto", help="auto = where they are faster than whole chunks"
+    )
     arguments = parser.parse_args()
+    if arguments.chunk_mib < 1 or arguments.progress_timeout <= 0:
+        parser.error("--chunk-mib: at least 1; --progress-timeout: more than 0")
     if arguments.slots is not None and arguments.slots < 2:
         parser.error(f"--slots {arguments.slots}: at least 2 (newest and incoming)")
     return arguments
@@ -103,7 +109,9 @@ def _place(arguments: argparse.Namespace) -> Place:
     if not token:
         raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
     transport = make_transport("tcp", arguments.progress_timeout)
-    return Place(arguments.name, token, transport, *arguments.listen, chunk_bytes=arguments.chunk_mib << 20)
+    host, port = arguments.listen
+    chunk_bytes = arguments.chunk_mib << 20
+    return Place(arguments.name, token, transport, host, port, chunk_bytes=chunk_bytes, deltas=arguments.deltas)
 
 
 async def _serve_run(arguments: argparse.Namespace) -> int:

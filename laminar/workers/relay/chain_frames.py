@@ -6,8 +6,8 @@
             ── Proof ────────────────────────────────────►
             ◄────────────────────────── Welcome | Refused ──
             ── Offer{version, manifest} ─────────────────►
-            ◄────────────────────────────── Have{offset} ──      from where on it lacks bytes
-            ── bytes, bytes, … ──────────────────────────►      each forwarded as it arrives
+            ◄──────────────────────── Have{offset, base} ──      from where on it lacks bytes
+            ── bytes, a delta to the base, bytes, … ─────►      each forwarded as it arrives
             ── End{digest} ──────────────────────────────►
             ◄────────────────────────────────── Done{…} ──
     both    ── nothing ──                                       whenever they have nothing else to say
@@ -19,7 +19,7 @@ that silence means a dead or hanging peer.
 import hashlib
 import hmac
 import struct
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -31,10 +31,11 @@ from laminar.workers.transport import Link
 
 HEADER = struct.Struct("<BQQ")
 """Kind, length of the body, offset in the version."""
-NOTHING, MESSAGE, BYTES = 0, 1, 2
+NOTHING, MESSAGE, BYTES, DELTA = 0, 1, 2, 3
 MESSAGE_BYTES_MAX = 64 << 20  # a manifest of a million tensors
 CHUNK_BYTES_MAX = 1 << 30
 NONCE_BYTES = 16
+SIGN_OF_LIFE_S = 0.1  # a fifth of the default progress deadline
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -87,6 +88,8 @@ class Have(_Struct, frozen=True, kw_only=True):
     offset: int
     complete: bool = False
     """Nothing is missing and the digest is known."""
+    base: Version | None = None
+    """Held until the version's end: chunks may come as deltas to it."""
 
 
 class End(_Struct, frozen=True, kw_only=True):
@@ -133,6 +136,21 @@ def send_bytes(link: Link, offset: int, part: memoryview) -> None:
     link.send(HEADER.pack(BYTES, part.nbytes, offset), part)
 
 
+def send_delta(link: Link, offset: int, delta: bytes) -> None:
+    """The same as a delta (`relay.delta`) to the base that the receiver named."""
+    link.send(HEADER.pack(DELTA, len(delta), offset), delta)
+
+
+class Chunk(NamedTuple):
+    """Announced bytes, which are still to be taken off the link."""
+
+    offset: int
+    """In the version."""
+    length: int
+    """On the wire."""
+    is_delta: bool
+
+
 class Frames:
     """The receiving side of one link."""
 
@@ -140,16 +158,16 @@ class Frames:
         self._link = link
         self._header = bytearray(HEADER.size)
 
-    def next(self) -> Message | tuple[int, int]:
-        """A message; or (offset, length) of bytes, which the caller takes off the link. Signs of life are skipped.
+    def next(self) -> Message | Chunk:
+        """A message; or a chunk, whose bytes the caller takes off the link. Signs of life are skipped.
 
         Raises LinkEnded; ProtocolError for what is neither.
         """
         while True:
             self._link.receive_into(memoryview(self._header))
             kind, length, offset = HEADER.unpack(self._header)
-            if kind == BYTES and 0 < length <= CHUNK_BYTES_MAX:
-                return offset, length
+            if kind in (BYTES, DELTA) and 0 < length <= CHUNK_BYTES_MAX:
+                return Chunk(offset, length, kind == DELTA)
             if kind == MESSAGE and 0 < length <= MESSAGE_BYTES_MAX:
                 return self._message(length)
             if kind != NOTHING or length:

@@ -1,7 +1,8 @@
 """The relay's versions as the chain's threads see them: every call is run on the event loop, which owns them."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -16,22 +17,31 @@ _Result = TypeVar("_Result")
 
 
 class ChainStore:
-    """`chain.Store` over `versions`. Make it on the loop. After the loop has ended every call raises LinkEnded."""
+    """Make it on the loop. After the loop has ended every call raises LinkEnded."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._loop = asyncio.get_running_loop()
 
     def newest(self) -> tuple[Flow, int] | None:
-        """See `chain.Store`."""
+        """The newest version that is here or on its way, under a lease; for `held`."""
         return self._call(self._versions.newest)
 
-    def release(self, lease: int) -> None:
-        """See `chain.Store`."""
-        self._call(lambda: self._versions.table.release(lease))
+    def ready(self, version: Version | None) -> tuple[Flow, int] | None:
+        """A complete version (None = the newest), under a lease; for `held`."""
+        return self._call(lambda: self._versions.ready(version))
+
+    @contextlib.contextmanager
+    def held(self, found: tuple[Flow, int] | None) -> Iterator[Flow | None]:
+        """The flow, whose lease ends with the block."""
+        try:
+            yield found[0] if found else None
+        finally:
+            if found:
+                self._call(lambda: self._versions.table.release(found[1]))
 
     def accept(self, version: Version, manifest: Manifest) -> "Future[Flow | None]":
-        """See `chain.Store`."""
+        """Where to put a version, or what is here of it. None: no place for it, or it was here and went."""
         work = self._versions.accept(version, manifest)
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -40,15 +50,15 @@ class ChainStore:
             raise LinkEnded("the relay has stopped") from error
 
     def finish(self, flow: Flow, digest: str, canary: Canary | None) -> None:
-        """See `chain.Store`."""
+        """It is complete and verified: let readers in."""
         self._call(lambda: self._versions.finish(flow, digest, canary))
 
     def lose(self, flow: Flow, reason: str) -> None:
-        """See `chain.Store`."""
+        """It will never be complete."""
         self._call(lambda: self._versions.lose(flow, reason))
 
     def lose_incoming(self) -> None:
-        """See `chain.Store`."""
+        """What was coming from upstream will not come."""
         self._call(self._versions.lose_incoming)
 
     def _call(self, work: Callable[[], _Result]) -> _Result:

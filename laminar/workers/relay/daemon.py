@@ -255,6 +255,8 @@ class RelayServer:
             num_prefaulted=self.versions.num_prefaulted,
             chain_port=self._chain.port if self._chain is not None else 0,
             chain_epoch=self._chain.epoch if self._chain is not None else 0,
+            chain_sent_bytes=self._chain.sent.version_bytes if self._chain is not None else 0,
+            chain_wire_bytes=self._chain.sent.wire_bytes if self._chain is not None else 0,
             chain_broken=list(self._broken),
         )
 

@@ -29,8 +29,49 @@ SAMPLE_STRIDE = 64
 WORD_BYTES = 8
 ITEM_TYPES = {2: np.uint16, 4: np.uint32}
 ITEMS_MAX = 1 << 31
+TRY_EVERY = 64
+"""The slower way costs at most what 1 chunk in 64 takes longer by it."""
+SMOOTHING = 0.25
 SHARE_MAX = 0.25
 """Of elements that changed; beyond it the delta is not much smaller than the full bytes, and slower to make."""
+
+
+MODES = ("auto", "always", "never")
+
+
+class Pace:
+    """Which of the two is faster over one link, a chunk whole or as a delta; by what its last chunks took.
+
+    mode: ``auto``, or ``always`` or ``never`` to leave it no choice.
+    """
+
+    def __init__(self, mode: str = "auto") -> None:
+        self._mode = mode
+        self._full_s = self._delta_s = 0.0
+        """Per byte of the version, smoothed; 0 = not tried yet."""
+        self._num_chosen = 0
+
+    def prefers_delta(self) -> bool:
+        """For the next chunk; now and then the slower one is tried again, since links and versions change."""
+        if self._mode != "auto":
+            return self._mode == "always"
+        self._num_chosen += 1
+        if not self._delta_s or not self._full_s:
+            return not self._delta_s
+        faster = self._delta_s < self._full_s
+        return faster != (self._num_chosen % TRY_EVERY == 0)
+
+    def took(self, num_bytes: int, seconds: float, *, as_delta: bool) -> None:
+        """A chunk of so many bytes, sent this way (or tried in vain to be made a delta), took so long."""
+        per_byte = max(seconds, 1e-9) / num_bytes
+        if as_delta:
+            self._delta_s = _smoothed(self._delta_s, per_byte)
+        else:
+            self._full_s = _smoothed(self._full_s, per_byte)
+
+
+def _smoothed(before: float, now: float) -> float:
+    return now if not before else before + (now - before) * SMOOTHING
 
 
 class _Parts(NamedTuple):
@@ -61,6 +102,14 @@ def encode(new: memoryview, base: memoryview, item_bytes: int) -> bytes | None:
     near, wide = _escape_steps(steps)
     header = HEADER.pack(MAGIC, item_bytes, num_items, len(at), len(far))
     return b"".join((header, gaps.tobytes(), near.tobytes(), far.tobytes(), wide.tobytes()))
+
+
+def num_bytes_of(delta: bytes | memoryview) -> int:
+    """Length of the bytes that the delta is for. Raises ProtocolError for what is no delta."""
+    if len(delta) < HEADER.size:
+        raise ProtocolError(f"a delta of {len(delta)} bytes; its header alone has {HEADER.size}")
+    _, item_bytes, num_items, _, _ = HEADER.unpack_from(delta)
+    return int(item_bytes * num_items)
 
 
 def apply(delta: bytes | memoryview, target: memoryview, item_bytes: int) -> None:

@@ -31,6 +31,12 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
 
+    @property
+    def item_bytes(self) -> int:
+        """Size of most elements: 4 or 2."""
+        wide = sum(spec.num_bytes for spec in self.tensors if spec.dtype in ("float32", "int32"))
+        return 4 if 2 * wide > self.num_bytes else 2
+
     @classmethod
     def plan(cls, tensors: list[tuple[str, str, tuple[int, ...], int]]) -> "Manifest":
         """Lay out (name, dtype, shape, item size in bytes) one after another."""

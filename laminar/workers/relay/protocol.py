@@ -132,6 +132,10 @@ class Status(_Struct, frozen=True, kw_only=True):
     chain_port: int = 0
     """Where the neighbour upstream connects; 0 = this relay takes part in no chain."""
     chain_epoch: int = 0
+    chain_sent_bytes: int = 0
+    """Of versions, sent downstream so far."""
+    chain_wire_bytes: int = 0
+    """What went over the wire for them: less, with deltas."""
     chain_broken: list[str] = []
     """`epoch: peer` of the links that broke, the last ones."""
 

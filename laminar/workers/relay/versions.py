@@ -197,13 +197,18 @@ class Versions:
         if self._incoming is not None:
             self.lose(self._incoming, "this relay is the first of the chain now")
 
+    def ready(self, version: Version | None) -> tuple[Flow, int] | None:
+        """A READY version (None = the newest), under a lease; None if it is not."""
+        slot = self.table.newest if version is None else self.table.ready(version)
+        return None if slot is None else (self._flow_of(slot), self.table.follow(slot))
+
     def newest(self) -> tuple[Flow, int] | None:
         """The newest version that is READY or comes from upstream, under a lease."""
         ready, incoming = self.table.newest, self._incoming
         coming = self.table.filling(incoming.version) if incoming is not None else None
         if incoming is not None and coming is not None and (ready is None or coming.order > ready.order):
             return incoming, self.table.follow(coming)
-        return None if ready is None else (self._flow_of(ready), self.table.follow(ready))
+        return self.ready(None)
 
     def _flow_of(self, slot: Slot) -> Flow:
         assert self.files is not None

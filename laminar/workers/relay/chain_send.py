@@ -1,0 +1,124 @@
+"""The sending half of a link: the newest version that is here or on its way, to the neighbour downstream, chunk by chunk."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from laminar.workers.relay import chain_frames as frames
+from laminar.workers.relay import delta
+from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.flow import Flow
+from laminar.workers.transport import Link, LinkEnded
+
+OFFER_AGAIN_S = 1.0  # a neighbour whose slots are all leased takes a version later
+
+
+class Sent:
+    """What went downstream so far, over all links of this relay."""
+
+    def __init__(self) -> None:
+        self.version_bytes = self.wire_bytes = 0
+        """Of versions; and what was sent for them, which is less with deltas."""
+
+
+class News:
+    """Wakes the sender when there may be another version."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.count = 0
+
+    def tell(self) -> None:
+        """There may be one."""
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        """Until there were more than `count`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.count != count, timeout_s)
+
+
+class Sender:
+    """Sends over one link until its epoch `is_over`."""
+
+    def __init__(
+        self,
+        link: Link,
+        store: ChainStore,
+        news: News,
+        sent: Sent,
+        is_over: Callable[[], bool],
+        *,
+        chunk_bytes: int,
+        deltas: str,
+    ) -> None:
+        self._link, self._store, self._news, self._sent, self._is_over = link, store, news, sent, is_over
+        self._chunk_bytes, self._deltas = chunk_bytes, deltas
+        self._incoming = frames.Frames(link)
+
+    def run(self) -> None:
+        """The newest version, again and again. Raises LinkEnded; ProtocolError for a peer that does not keep to the rules."""
+        offered, offer_again_at = None, 0.0
+        while not self._is_over():
+            count = self._news.count
+            with self._store.held(self._store.newest()) as flow:
+                is_due = flow is not None and (flow.version != offered or time.monotonic() > offer_again_at)
+                if flow is not None and is_due:
+                    offered = flow.version
+                    offer_again_at = math.inf if self._send(flow) else time.monotonic() + OFFER_AGAIN_S
+            if not is_due:
+                self._news.wait(count, frames.SIGN_OF_LIFE_S)
+                frames.send_nothing(self._link)
+
+    def _send(self, flow: Flow) -> bool:
+        """Whether the neighbour has it now, or what there was of it."""
+        frames.send(self._link, frames.Offer(version=flow.version, manifest=flow.manifest))
+        have = self._incoming.expect(frames.Have)
+        assert isinstance(have, frames.Have)
+        if have.offset < 0:
+            return False
+        if not have.complete:
+            with self._store.held(self._store.ready(have.base) if have.base else None) as base:
+                self._send_rest(flow, base, have.offset)
+            self._send_end(flow)
+        return True
+
+    def _send_rest(self, flow: Flow, base: Flow | None, start: int) -> None:
+        """Chunks from `start` on, as they arrive here, each whole or as a delta to `base`."""
+        pace = delta.Pace(self._deltas)
+        while start < flow.num_bytes and not flow.lost and not self._is_over():
+            end = min(start + self._chunk_bytes, flow.num_bytes)
+            if flow.wait_for(end, frames.SIGN_OF_LIFE_S) < end:
+                frames.send_nothing(self._link)
+            else:
+                self._sent.wire_bytes += self._send_chunk(flow, base, pace, start, end)
+                self._sent.version_bytes += end - start
+                start = end
+
+    def _send_chunk(self, flow: Flow, base: Flow | None, pace: delta.Pace, start: int, end: int) -> int:
+        """Bytes that it took."""
+        part, began = flow.buffer[start:end], time.perf_counter()
+        made = None
+        as_delta = base is not None and part.nbytes % delta.WORD_BYTES == 0 and pace.prefers_delta()
+        if as_delta and base is not None:
+            made = delta.encode(part, base.buffer[start:end], flow.manifest.item_bytes)
+        if made is None:
+            frames.send_bytes(self._link, start, part)
+        else:
+            frames.send_delta(self._link, start, made)
+        pace.took(part.nbytes, time.perf_counter() - began, as_delta=as_delta)
+        return part.nbytes if made is None else len(made)
+
+    def _send_end(self, flow: Flow) -> None:
+        """The digest, once it is known, and the neighbour's word on it."""
+        while not flow.digest and not flow.lost and not self._is_over():
+            flow.wait_for_end(frames.SIGN_OF_LIFE_S)
+            frames.send_nothing(self._link)
+        frames.send(self._link, frames.End(version=flow.version, digest=flow.digest, canary=flow.canary))
+        done = self._incoming.expect(frames.Done)
+        assert isinstance(done, frames.Done)
+        if not done.verified and flow.digest:
+            raise LinkEnded(f"{self._link.peer} received {flow.version} with wrong bytes")

@@ -21,7 +21,7 @@ def propose(turn: Turn) -> DispatchNew | DispatchQueued | None:
     if queued is not None:
         turn.begin_pass()  # started again elsewhere, it leaves room behind
         return queued
-    if turn.state.storage_failure or not (turn.state.dirty and gate_is_open(turn)):
+    if turn.state.storage_failure:
         return None
     replica = turn.next_candidate(lambda replica: _may_admit(turn, replica), lambda replica: len(replica.attempts))
     return DispatchNew(worker=replica.id) if replica else None
@@ -60,7 +60,9 @@ def _may_admit(turn: Turn, replica: Replica) -> bool:
     if replica.id in turn.state.failovers:
         return False
     assert replica.version is not None
-    return not replica.leaving and refresh.may_admit(turn, replica) and bounds.admits(turn, replica.version)
+    if replica.leaving or not refresh.may_admit(turn, replica):
+        return False
+    return gate_is_open(turn) and bounds.admits(turn, replica.version)
 
 
 def _propose_queued(turn: Turn) -> DispatchQueued | None:
@@ -112,7 +114,7 @@ def apply(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     if replica is None or turn.state.stopping or not health.takes_work(turn.state, replica):
         return
     if isinstance(decision, DispatchNew):
-        if turn.state.storage_failure or not (gate_is_open(turn) and _may_admit(turn, replica)):
+        if turn.state.storage_failure or not _may_admit(turn, replica):
             return
         refresh.admit(turn, replica)
         group = groups.open_group(turn)

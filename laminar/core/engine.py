@@ -72,10 +72,11 @@ class Core:
         assert event.seq == state.seq + 1, f"event {event.seq} after {state.seq}"
         state.seq = event.seq
         state.at = max(state.at, event.at)
-        state.skipped = {}
+        skipped, state.skipped = state.skipped, {}
         turn = Turn(state, self.settings, self.story)
         _HANDLERS[type(event)](turn, event)
-        _settle(turn)
+        if state.dirty or skipped or not isinstance(event, events.ReplicaReported):
+            _settle(turn)  # else it is a frame in which nothing ended, as most are: what was settled before still is
         return turn.actions
 
     def next_deadline(self) -> float | None:
@@ -83,14 +84,17 @@ class Core:
         state = self.state
         if state.finished:
             return None
-        deadlines = [*state.pulls.values(), *state.silent.values()]
-        for record in state.versions[-1:]:
-            deadlines += [moment for moment in (record.deadline, record.awaited_until) if moment]
-        deadlines += [record.due_at for record in state.restarts.values() if record.due_at]
-        deadlines += [moment for moment in (state.repack.next_at, state.health_check_at, state.stragglers_at) if moment]
+        moments = [state.repack.next_at, state.health_check_at, state.stragglers_at]
+        if state.versions:
+            newest = state.versions[-1]
+            moments += (newest.deadline, newest.awaited_until)
+        if state.restarts:
+            moments += [record.due_at for record in state.restarts.values()]
+        moments += state.pulls.values()
+        moments += state.silent.values()
         if state.stop_by > state.at:
-            deadlines.append(state.stop_by)
-        return min(deadlines, default=None)
+            moments.append(state.stop_by)
+        return min(filter(None, moments), default=None)
 
     def snapshot(self) -> bytes:
         """The whole state."""
@@ -240,7 +244,7 @@ def _run_pass(turn: Turn, name: str) -> bool:
     """Decide until there is nothing more to decide. True if anything was."""
     propose, apply = _PASSES[name]
     state, progressed = turn.state, False
-    if name in state.skipped or any(held.pass_name == name for held in state.held.values()):
+    if name in state.skipped or (state.held and any(held.pass_name == name for held in state.held.values())):
         return False
     turn.begin_pass()
     for _ in range(DECISIONS_MAX):

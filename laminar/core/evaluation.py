@@ -12,8 +12,10 @@ FAILURES_MAX = 3  # an evaluation that failed three times must not hold up the e
 def plan(turn: Turn) -> None:
     """Note which evaluation is due, and give it to a replica that holds its version."""
     state = turn.state
+    if not turn.settings.evaluate or state.stopping:
+        return
     newest = versions.newest(state)
-    if not turn.settings.evaluate or newest is None or state.stopping:
+    if newest is None:
         return
     names = {evaluation.name for evaluation in state.evaluations}
     if "before" not in names:

@@ -136,6 +136,8 @@ def release_drained(turn: Turn) -> bool:
     """Replicas that were to leave and have nothing left to do leave. True if there were any."""
     changed = map(turn.state.replicas.__getitem__, turn.state.dirty)
     done = [replica for replica in changed if replica.draining and not replica.attempts and not replica.incoming]
+    if not done:
+        return False
     evaluating = [evaluation.worker for evaluation in turn.state.evaluations if not evaluation.done]
     leaving = [replica for replica in done if replica.id not in evaluating]
     for replica in leaving:
@@ -203,8 +205,9 @@ def propose_refresh(turn: Turn) -> RefreshReplica | None:
 
 
 def _pull(turn: Turn, replica: Replica) -> RefreshReplica | None:
-    wanted = failover.wanted(turn, replica) or _newer(turn, replica)
-    return wanted if wanted and not replica.draining and is_drained(turn, replica) else None
+    if replica.draining or not is_drained(turn, replica):
+        return None
+    return failover.wanted(turn, replica) or _newer(turn, replica)
 
 
 def _newer(turn: Turn, replica: Replica) -> RefreshReplica | None:

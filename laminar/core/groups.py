@@ -102,7 +102,8 @@ def on_report(turn: Turn, event: ReplicaReported) -> None:
     replica = turn.state.replicas.get(event.worker)
     if replica is None or replica.incarnation != event.incarnation:
         return
-    _take_lengths(turn, replica, event)
+    if event.trajectories:
+        _take_lengths(turn, replica, event)
     replica.num_running, replica.num_waiting, replica.kv_tokens = event.num_running, event.num_waiting, event.kv_tokens
     for finished in event.finished:
         _finish(turn, replica, finished)

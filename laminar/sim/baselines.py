@@ -4,13 +4,15 @@ They run the same simulated engines on the same draws; what differs is when a ba
 weight update costs generation. Each returns tokens per second as the paper counts them, and the staleness of what it trained.
 """
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, TrajectoryId, Version, derive_seed
 from laminar.roofline import HARDWARE
+from laminar.sim import placement
 from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.freshness import Pace
 from laminar.sim.replica import Replica, Request
@@ -19,10 +21,6 @@ from laminar.sim.workload import Workload
 BASELINE_STREAM = 79
 MINI_BATCHES = 16  # updates of one iteration, as in the paper
 SPLIT_PARTS, SPLIT_SIXTEENTHS = range(4, 13, 2), 16  # parts of the GPUs given to rollouts: each system gets its best
-SEARCH_WARMUP, SEARCH_MEASURED = (
-    4,
-    2,
-)  # updates of partial rollout to compare splits; with 2 the pipeline is still filling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +42,12 @@ class Job:
     def batch(self) -> int:
         """Trajectories of a global batch."""
         return self.batch_groups * self.group_size
+
+    @property
+    def num_running_max(self) -> int:
+        """Requests that a replica decodes at once: its equal share of a global batch, at least a group, at most what it can."""
+        share = -(-self.batch // self.cluster.num_replicas)
+        return max(self.group_size, min(self.cluster.num_requests_max, share))
 
     def request(self, number: int, at: float) -> Request:
         """The `number`-th trajectory of the job; the first sibling of a group computes the prompt."""
@@ -173,8 +177,7 @@ class _Pool:
         """(version, response tokens when it was replaced) of what was interrupted."""
         self.held: list[int] = []
         """Replicas, once per request that they may not start yet."""
-        share = -(-job.batch // job.cluster.num_replicas)
-        for index in range(max(job.group_size, min(job.cluster.num_requests_max, share)) * len(self.replicas)):
+        for index in range(job.num_running_max * len(self.replicas)):
             self._start(index // job.group_size % len(self.replicas), 0.0)
         self.heap = [(replica.wake_at, index) for index, replica in enumerate(self.replicas)]
         heapify(self.heap)
@@ -257,24 +260,25 @@ def place(
     splits = [split] if split else _splits(name, gpus, MODELS[model].tensor_parallel)
     if not splits:
         raise ConfigError(f"--gpus {gpus}: no split leaves a trainer and one replica of {model}")
-    jobs = [
-        Job(
+    jobs = {
+        (train, rollout): Job(
             cluster=Cluster(hardware=HARDWARE[hardware], model=MODELS[model], train_gpus=train, rollout_gpus=rollout),
             workload=workload,
             seed=seed,
         )
         for train, rollout in splits
-    ]
-    system = BASELINES[name]
-    chosen = (
-        jobs[0]
-        if len(jobs) == 1
-        else max(
-            jobs, key=lambda job: system(replace(job, warmup=SEARCH_WARMUP, num_measured=SEARCH_MEASURED)).tokens_per_s
-        )
+    }
+    chosen, pace = placement.best(
+        _bounds(jobs), lambda chosen: BASELINES[name](jobs[chosen]), lambda pace: pace.tokens_per_s
     )
-    split_of = "colocated" if name == "sync" else f"{chosen.cluster.train_gpus}/{chosen.cluster.rollout_gpus}"
-    return Placed(pace=system(chosen), split=split_of)
+    return Placed(pace=pace, split="colocated" if name == "sync" else f"{chosen[0]}/{chosen[1]}")
+
+
+def _bounds(jobs: dict[placement.Split, Job]) -> dict[placement.Split, float]:
+    if len(jobs) == 1:
+        return dict.fromkeys(jobs, math.inf)
+    asked = placement.demand(next(iter(jobs.values())).workload, next(iter(jobs.values())).seed)
+    return {split: placement.bound_tokens_per_s(job.cluster, asked, job.num_running_max) for split, job in jobs.items()}
 
 
 def _splits(name: str, gpus: int, parallel: int) -> list[tuple[int, int]]:

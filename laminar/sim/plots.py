@@ -154,7 +154,7 @@ def speedup_figure(rows: list[dict[str, Any]], paper: dict[str, float], path: Pa
             panel = axes[line][column]
             heads = [key[1:3] for key in rates if key[0] == workload and key[3] == "laminar"]
             heads.sort(key=lambda head: ([row["model"] for row in rows].index(head[0]), head[1]))
-            for own, color in (("laminar", "tab:blue"), ("laminar-continuous", "tab:cyan")):
+            for own, color in (("laminar", "tab:blue"), ("laminar-parts", "tab:cyan")):
                 shift = -0.2 if own == "laminar" else 0.2
                 ratios = [rates[workload, *head, own] / rates[workload, *head, system] for head in heads]
                 panel.bar([i + shift for i in range(len(heads))], ratios, width=0.38, color=color, label=own)

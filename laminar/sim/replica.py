@@ -84,6 +84,8 @@ class Replica:
         self._num_returned = 0
         """Requests that came back from a tool to a hung engine."""
         self._num_runs = 0
+        self._next_change = 0
+        """Step count at which a request finishes or pauses, or the cache is full, unless something joins or leaves before."""
         self._waiting: deque[Request] = deque()
         self._due: list[tuple[int, int, int]] = []
         self._returns: list[tuple[float, int, int]] = []
@@ -109,6 +111,7 @@ class Replica:
             self._release(older)
             self._waiting = deque(r for r in self._waiting if r is not older)
             self._joining = [r for r in self._joining if r is not older]
+            self._look_ahead()
         self.requests[request.trajectory] = request
         self._joining.append(request)
         self._wake_at_step_end(now)
@@ -158,34 +161,44 @@ class Replica:
             self._num_returned = sum(at <= now for at, _, _ in self._returns)
         if self.hung or self.num_running == 0:
             return
-        limit = self._steps_to_change()
-        done = self.model.steps_within(self.num_running, self.kv_tokens, now - self.boundary + EPSILON_S, limit)
-        if done:
-            self._step(done)
+        limit = self._next_change - self.steps
+        if limit <= 0 or now < self.boundary:
+            return
+        passed_s = now - self.boundary + EPSILON_S
+        seconds = self.model.steps_s(self.num_running, self.kv_tokens, limit)
+        if seconds > passed_s:
+            limit = self.model.steps_within(self.num_running, self.kv_tokens, passed_s, limit - 1)
+            seconds = self.model.steps_s(self.num_running, self.kv_tokens, limit)
+        self._step(limit, seconds)
 
     def turn(self, now: float) -> Outcome:
         """Everything that changes at the end of a step; sets `wake_at`."""
         outcome = Outcome()
         self.advance(now)
-        if self._joining or self._aborting or self._returns_due(now):
+        if self._joining or self._aborting or (self._returns and self._returns_due(now)):
             self._finish_step(now)
         if self.boundary <= now + EPSILON_S:
             if self.num_running == 0:
                 self.boundary = max(self.boundary, now)
-            self._end_due(now, outcome)
-            self._stop_aborted(outcome)
-            self._return_due(now)
-            self._waiting.extend(self._joining)
-            self._joining.clear()
+            self._end_due(outcome)
+            if self._aborting:
+                self._stop_aborted(outcome)
+            if self._returns:
+                self._return_due(now)
+            if self._joining:
+                self._waiting.extend(self._joining)
+                self._joining.clear()
             self._preempt()
-            self._admit(now)
+            if self._waiting:
+                self._admit(now)
+            self._look_ahead()
         self._set_wake(now)
         return outcome
 
     # ---- within ------------------------------------------------------------------------------------------------
 
-    def _step(self, num: int) -> None:
-        self.boundary += self.model.steps_s(self.num_running, self.kv_tokens, num)
+    def _step(self, num: int, seconds: float) -> None:
+        self.boundary += seconds
         self.steps += num
         grown = num * self.num_running
         self.kv_tokens += grown
@@ -193,19 +206,18 @@ class Replica:
 
     def _finish_step(self, now: float) -> None:
         """Let the step in progress end before anything changes."""
-        if self.num_running and self.boundary < now - EPSILON_S and self._steps_to_change() > 0:
-            self._step(1)
+        if self.num_running and self.boundary < now - EPSILON_S and self._next_change > self.steps:
+            self._step(1, self.model.step_s(self.num_running, self.kv_tokens))
 
-    def _steps_to_change(self) -> int:
-        """Steps until a request finishes or pauses, or the cache is full."""
+    def _look_ahead(self) -> None:
+        """Find the next change, after something has joined or left."""
         queue = self._due
         while queue and self._is_void(queue[0]):
             heappop(queue)
-        due = queue[0][0] - self.steps if queue else 0
+        self._next_change = queue[0][0] if queue else self.steps
         if self.num_running > 1:
-            room = (self.capacity - self.kv_tokens) // self.num_running
-            due = room if room < due else due
-        return due if due > 0 else 0
+            full = self.steps + (self.capacity - self.kv_tokens) // self.num_running
+            self._next_change = min(self._next_change, full)
 
     def _is_void(self, entry: tuple[int, int, int]) -> bool:
         request = self.requests.get(TrajectoryId(entry[1]))
@@ -217,7 +229,7 @@ class Replica:
     def _wake_at_step_end(self, now: float) -> None:
         self.advance(now)
         end = self.boundary
-        if self.num_running and self.boundary < now and self._steps_to_change() > 0:
+        if self.num_running and self.boundary < now and self._next_change > self.steps:
             end = self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
         self.wake_at = min(self.wake_at, max(now, end))
 
@@ -226,7 +238,7 @@ class Replica:
         if self._joining or self._aborting:
             wake = min(wake, max(now, self.boundary))
         if self.num_running:
-            steps = self._steps_to_change()
+            steps = max(0, self._next_change - self.steps)
             wake = min(wake, self.boundary + self.model.steps_s(self.num_running, self.kv_tokens, steps))
         self.wake_at = max(now, wake)
 
@@ -252,7 +264,7 @@ class Replica:
             self.kv_tokens -= request.num_prompt_tokens + request.num_tokens
             request.paused = False
 
-    def _end_due(self, now: float, outcome: Outcome) -> None:
+    def _end_due(self, outcome: Outcome) -> None:
         """Requests whose last token, or last token before a tool call, has come."""
         while self._due and (self._due[0][0] <= self.steps or self._is_void(self._due[0])):
             entry = heappop(self._due)
@@ -278,10 +290,9 @@ class Replica:
             self._release(request)
             del self.requests[trajectory]
             outcome.aborted.append(request)
-        if self._aborting:
-            self._aborting.clear()
-            self._waiting = deque(r for r in self._waiting if r.trajectory in self.requests)
-            self._joining = [r for r in self._joining if r.trajectory in self.requests]
+        self._aborting.clear()
+        self._waiting = deque(r for r in self._waiting if r.trajectory in self.requests)
+        self._joining = [r for r in self._joining if r.trajectory in self.requests]
 
     def _return_due(self, now: float) -> None:
         """The environment has answered: its tokens are prefilled, decoding goes on."""

@@ -143,30 +143,30 @@ class Rollouts:
     def report(self, worker: WorkerId, engine: Engine, outcome: Outcome, lengths: bool = False) -> None:
         """One frame: what ended, KV use, and on a flush the lengths of everything in the engine."""
         replica = engine.replica
-        failed = [(r, self.failure(r)) for r in outcome.finished]
-        finished = [r for r, failure in failed if failure is None]
-        known = [(r.trajectory, r.attempt, r.num_tokens) for r, failure in failed if failure is not None]
-        known += [(r.trajectory, r.attempt, r.num_tokens) for r in outcome.aborted]
+        failed = [failure for r in outcome.finished if (failure := self.failure(r)) is not None]
+        fallen = [failure.trajectory for failure in failed]
+        finished = [r for r in outcome.finished if r.trajectory not in fallen] if fallen else outcome.finished
+        known = [*(r for r in outcome.finished if r.trajectory in fallen), *outcome.aborted]
         if lengths:
-            known += [(r.trajectory, r.attempt, replica.length(r)) for r in replica.requests.values()]
-        for trajectory, attempt, length in [*known, *((r.trajectory, r.attempt, r.num_tokens) for r in finished)]:
-            if self._attempts.get(trajectory) == attempt:
-                self.stored[trajectory] = length
+            known += replica.requests.values()
+        num_tokens = [replica.length(r) for r in known]
+        self._store(known, num_tokens)
+        self._store(finished, [r.num_tokens for r in finished])
         engine.reported = (replica.kv_tokens, replica.num_running, replica.num_waiting)
         self.world.send(
             events.ReplicaReported(
                 worker=worker,
                 incarnation=engine.incarnation,
-                trajectories=array("q", [row[0] for row in known]).tobytes(),
-                attempts=array("i", [row[1] for row in known]).tobytes(),
-                num_tokens=array("i", [row[2] for row in known]).tobytes(),
+                trajectories=array("q", [r.trajectory for r in known]).tobytes() if known else b"",
+                attempts=array("i", [r.attempt for r in known]).tobytes() if known else b"",
+                num_tokens=array("i", num_tokens).tobytes() if known else b"",
                 finished=[self._finished(r) for r in finished],
                 rewarded=[
                     events.RewardedAttempt(trajectory=r.trajectory, attempt=r.attempt, reward=1.0, parts={})
                     for r in finished
                     if not self._hangs(worker, engine, r)
                 ],
-                failed=[failure for _, failure in failed if failure is not None],
+                failed=failed,
                 aborted=[events.AbortedAttempt(trajectory=r.trajectory, attempt=r.attempt) for r in outcome.aborted],
                 num_running=replica.num_running,
                 num_waiting=replica.num_waiting,
@@ -174,12 +174,18 @@ class Rollouts:
             )
         )
 
+    def _store(self, requests: list[Request], num_tokens: list[int]) -> None:
+        """The token store has so many tokens of them, unless they go on elsewhere by now."""
+        for request, num in zip(requests, num_tokens, strict=True):
+            if self._attempts.get(request.trajectory) == request.attempt:
+                self.stored[request.trajectory] = num
+
     def failure(self, request: Request) -> events.FailedAttempt | None:
         """How a finished attempt fails in place of being rewarded, if a fault says so."""
-        for kind in ("infra", "data"):
-            if self.world.intercept(f"reward_{kind}", request):
+        for reason, kind in (("reward_infra", "infra"), ("reward_data", "data")):
+            if self.world.intercept(reason, request):
                 return events.FailedAttempt(
-                    trajectory=request.trajectory, attempt=request.attempt, kind=kind, reason=f"reward_{kind}"
+                    trajectory=request.trajectory, attempt=request.attempt, kind=kind, reason=reason
                 )
         return None
 

@@ -10,6 +10,7 @@ from laminar.core.sampling import Sampler
 from laminar.core.settings import RefreshPolicy, Settings
 from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
+from laminar.sim import placement
 from laminar.sim.cluster import MODELS, Cluster, Software
 from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
@@ -25,8 +26,8 @@ SEARCH_WARMUP = (
 )
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
 OUTSTANDING_BATCHES = 4
-"""Limit of groups in flight and buffered, in fleets' local batches. A group is open until its longest sibling has ended, three to
-four times as long as a trajectory takes; a lower limit would hold generation back, as the paper, which has none, does not."""
+"""Limit of groups in flight and buffered, in global batches. By Little's law a group is then trained at most so many iterations
+after it began, on average: mean s_train is at most 4, the largest staleness that the paper observed."""
 FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
 RELAY_RESTARTS_MAX = 3  # as replicas by default
 SOFTWARE = Software()
@@ -127,7 +128,6 @@ class Scenario:
     def settings(self, cluster: Cluster) -> Settings:
         """The core's settings: a local batch is the replicas' equal share of a global batch."""
         local = max(1, -(-self.batch_groups // cluster.num_replicas))
-        in_flight = max(self.batch_groups, local * cluster.num_replicas)
         settings = Settings(
             seed=self.seed,
             num_prompts=17_000,
@@ -135,7 +135,7 @@ class Scenario:
             group_size=self.group_size,
             batch_groups=self.batch_groups,
             local_batch_groups=local,
-            buffer_groups_max=OUTSTANDING_BATCHES * in_flight,
+            buffer_groups_max=OUTSTANDING_BATCHES * self.batch_groups,
             custom_sampler=self.sampler is not None,
             checkpoint_every=self.checkpoint_every,
             trainer_restarts_max=TRAINER_RESTARTS_MAX,
@@ -185,16 +185,21 @@ def optimized(scenario: Scenario) -> Scenario:
 
 def searched(scenario: Scenario) -> dict[str, Any]:
     """The best placement of a few, and its throughput in a short run. Raises ConfigError if none is possible."""
-    parallel, best = MODELS[scenario.model].tensor_parallel, (0.0, (0, 0))
+    parallel = MODELS[scenario.model].tensor_parallel
     rollouts = [scenario.gpus * part // SPLIT_PARTS // parallel * parallel for part in SEARCHED_PARTS]
     splits = [(scenario.gpus - rollout, rollout) for rollout in rollouts if 0 < rollout < scenario.gpus]
     if not splits:
         raise ConfigError(f"--gpus {scenario.gpus}: no split leaves a trainer and one replica of {scenario.model}")
-    for split in splits:
-        short = replace(scenario, split=split, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
-        if 1.0 / short.cluster().train_s(1) > best[0]:  # else its trainer alone is slower than the best run
-            best = max(best, (simulate(short)[1]["throughput_tokens_per_s"], split))
-    return {"split": f"{best[1][0]}/{best[1][1]}", "throughput_tokens_per_s": best[0]}
+    short = replace(scenario, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
+    asked = placement.demand(scenario.workload, scenario.seed)
+    bounds = {
+        split: placement.bound_tokens_per_s(replace(short, split=split).cluster(), asked, scenario.num_requests_max)
+        for split in splits
+    }
+    (train, rollout), rate = placement.best(
+        bounds, lambda split: float(simulate(replace(short, split=split))[1]["throughput_tokens_per_s"]), float
+    )
+    return {"split": f"{train}/{rollout}", "throughput_tokens_per_s": rate}
 
 
 def summary(scenario: Scenario, world: World) -> dict[str, Any]:

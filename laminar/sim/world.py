@@ -90,20 +90,21 @@ class World:
             at, _, happen = heappop(self._heap)
             self.now = max(self.now, at)
             happen()
-            self._check_moves()
+            if self.now - self._moved_at > self.stall_s:
+                self._check_moves()
         self._checked(invariants.check, self.core.state)
 
     def _check_moves(self) -> None:
-        """A run in which no token, trajectory, step or version comes for long can go no further."""
+        """A run in which no token, trajectory, step or version has come since the last look, long ago, can go no further."""
         state = self.core.state
         books, trainer = state.ledger, state.trainer
         moved = (books.tokens.total, books.trajectories.total, trainer.step, trainer.branch, trainer.checkpoint)
         if moved != self._moved:
             self._moved, self._moved_at = moved, self.now
-        elif self.now - self._moved_at > self.stall_s:
-            raise SimulationError(
-                f"event {state.seq} at {self.now:.1f} s: nothing has moved since {self._moved_at:.1f} s: {self._stuck()}"
-            )
+            return
+        raise SimulationError(
+            f"event {state.seq} at {self.now:.1f} s: nothing has moved since {self._moved_at:.1f} s: {self._stuck()}"
+        )
 
     def _stuck(self) -> str:
         """Where everything is, in one line."""

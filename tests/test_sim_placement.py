@@ -1,0 +1,71 @@
+"""The search for a placement: what its bound promises, and what it does not try."""
+
+from dataclasses import replace
+
+import pytest
+
+from laminar.roofline import HARDWARE
+from laminar.sim import placement
+from laminar.sim.baselines import Job, partial_rollout, place
+from laminar.sim.cluster import MODELS, Cluster
+from laminar.sim.workload import WORKLOADS
+
+FEW = {"batch_groups": 32, "warmup": 4, "num_measured": 4}
+
+
+def job(model: str, train: int, rollout: int, workload: str) -> Job:
+    cluster = Cluster(hardware=HARDWARE["H800"], model=MODELS[model], train_gpus=train, rollout_gpus=rollout)
+    return Job(cluster=cluster, workload=WORKLOADS[workload], seed=0, **FEW)
+
+
+@pytest.mark.parametrize("workload", ["math", "tool"])
+@pytest.mark.parametrize(
+    ("model", "train", "rollout"), [("7B", 4, 4), ("7B", 1, 7), ("32B", 8, 8), ("72B", 32, 8), ("72B", 8, 32)]
+)
+def test_no_system_that_never_pauses_is_faster_than_the_bound(model, train, rollout, workload):
+    chosen = job(model, train, rollout, workload)
+    asked = placement.demand(chosen.workload, 0)
+    bound = placement.bound_tokens_per_s(chosen.cluster, asked, chosen.num_running_max)
+    assert partial_rollout(chosen).tokens_per_s <= bound * 1.05, "short windows vary by some percent"
+
+
+def test_the_bound_is_reached_by_the_trainer_where_generation_is_plentiful():
+    cluster = replace(job("7B", 1, 7, "math").cluster, train_gpus=1)
+    asked = placement.demand(WORKLOADS["math"], 0)
+    assert placement.bound_tokens_per_s(cluster, asked, 256) == pytest.approx(1.0 / cluster.train_s(1))
+
+
+def test_environment_tokens_are_not_decoded():
+    math, tool = (placement.demand(WORKLOADS[name], 0) for name in ("math", "tool"))
+    assert tool.num_tokens == pytest.approx(math.num_tokens, rel=0.01)
+    assert tool.num_decoded < 0.95 * math.num_decoded
+
+
+def tried(bounds: dict[placement.Split, float], rates: dict[placement.Split, float]) -> tuple[placement.Split, list]:
+    order: list[placement.Split] = []
+
+    def measure(split: placement.Split) -> float:
+        order.append(split)
+        return rates[split]
+
+    return placement.best(bounds, measure, float)[0], order
+
+
+def test_the_most_promising_is_tried_first_and_the_best_is_found():
+    bounds = {(3, 1): 10.0, (2, 2): 30.0, (1, 3): 20.0}
+    assert tried(bounds, {(3, 1): 9.0, (2, 2): 8.0, (1, 3): 15.0}) == ((1, 3), [(2, 2), (1, 3)])
+
+
+def test_what_cannot_be_better_is_not_tried():
+    bounds = {(3, 1): 10.0, (2, 2): 30.0, (1, 3): 20.0}
+    assert tried(bounds, {(2, 2): 25.0}) == ((2, 2), [(2, 2)])
+
+
+def test_of_equal_placements_the_more_promising_one_is_taken():
+    assert tried({(2, 2): 30.0, (1, 3): 20.0}, {(2, 2): 15.0, (1, 3): 15.0})[0] == (2, 2)
+
+
+def test_a_baseline_gets_the_placement_that_measuring_all_would_give():
+    found = place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0)
+    alone = [place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0, split=(16 - n, n)) for n in (4, 6, 8, 10, 12)]
+    assert found == max(alone, key=lambda placed: placed.pace.tokens_per_s)

@@ -30,7 +30,14 @@ needs_vllm = pytest.mark.skipif(
 )
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--max-num-seqs", "32", *SERVER_FLAGS)
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **SERVER_ENVIRONMENT}
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",  # else the first request compiles for 20 s
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    **SERVER_ENVIRONMENT,
+}
 
 
 class Server:

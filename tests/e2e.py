@@ -61,6 +61,13 @@ def hosts_file(directory: Path, *, ranks: int = 1, replicas: int = 1) -> Path:
     return path
 
 
+def vllm_hosts_file(directory: Path, python: Path, *, replicas: int = 1) -> Path:
+    """The same with vLLM servers, which run in an environment of their own."""
+    path = directory / f"hosts-vllm-{replicas}.txt"
+    path.write_text(f"localhost trainer\nlocalhost rollout engine=vllm replicas={replicas} python={python}\n")
+    return path
+
+
 def new_name() -> str:
     """A run name that no other run has: its shared memory can be told apart."""
     return f"e2e_{uuid.uuid4().hex[:12]}"

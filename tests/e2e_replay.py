@@ -33,7 +33,7 @@ class Move(NamedTuple):
     source: WorkerId
     destination: WorkerId
     held: tuple[Version | None, Version | None]
-    """Versions of source and destination at the start of the attempt."""
+    """Versions of source and destination at the start of the attempt; None of a source that is lost."""
     started_under: Version
     num_flushed: int
     """Response tokens in the source's last report of the attempt before."""
@@ -108,7 +108,10 @@ class Replay:
                         seed=start.seed,
                         source=source,
                         destination=action.worker,
-                        held=(replicas[source].version, replicas[action.worker].version),
+                        held=(
+                            replicas[source].version if source in replicas else None,
+                            replicas[action.worker].version,
+                        ),
                         started_under=action.version,
                         num_flushed=self._flushed[start.trajectory, start.attempt - 1],
                     )

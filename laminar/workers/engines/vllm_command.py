@@ -33,10 +33,13 @@ def command(
 
 def environment(gpus: int) -> dict[str, str]:
     """The worker's own, by which the launcher knows what belongs to the run, and what vLLM needs. What the user set stays."""
-    wanted = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # vLLM's processes write their names over their environment, by which the launcher knows them, unless SPT_NOENV is set
+    wanted = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "SPT_NOENV": "1"}
     if not gpus:
-        # Each server would bind its threads to the same first core; and the first request would compile for 20 s.
+        # Each server would bind its threads to the same first core. The first request would compile for 20 s. A process of its
+        # own for the one worker would import vLLM, 10 s, a third time.
         wanted |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": CPU_KV_GIB,
             "TORCH_COMPILE_DISABLE": "1",

@@ -6,6 +6,7 @@ One server for all, started and stopped as a rollout worker does it.
 import asyncio
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from vllm_world import MODEL, PYTHON, needs_vllm
 
 from laminar.config import Config, ModelConfig
-from laminar.workers.engines import vllm_command, vllm_metrics
-from laminar.workers.engines.base import Output, Request, SamplingParams
+from laminar.workers.engines import vllm_command, vllm_metrics, vllm_server
+from laminar.workers.engines.base import EngineError, Output, Request, SamplingParams
 from laminar.workers.engines.vllm import VllmEngine, logprobs_mode
 from laminar.workers.engines.vllm_server import OwnServer
 
@@ -212,3 +213,26 @@ async def test_the_server_says_its_routes_in_a_log_of_its_own(bench: Bench) -> N
     server = bench.engine._server
     assert isinstance(server, OwnServer)
     assert "Route: /inference/v1/generate" in server.log_path.read_text()
+
+
+async def test_an_engine_that_stands_still_is_found_and_its_server_stopped_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test: the server answers to /health, and never generates again."""
+    server = bench.engine._server
+    assert isinstance(server, OwnServer)
+    assert server._process is not None
+    children = psutil.Process(server._process.pid).children(recursive=True)
+    (core,) = [child for child in children if child.cmdline()[:1] == ["VLLM::EngineCore"]]
+    assert core.environ()["SPT_NOENV"] == "1", "vLLM wrote its name over the environment that the launcher reads"
+    monkeypatch.setattr(vllm_server, "LAST_WORDS_S", 0.1)
+    core.suspend()
+    bench.engine._stall_s = 2.0
+    bench.submit(max_tokens=100)
+    async with asyncio.timeout(60):
+        with pytest.raises(
+            EngineError, match=r"vLLM runs, and gave no token for \d+ s with 1 requests; its last lines"
+        ):
+            await bench.engine.watch()
+    await bench.engine.stop()
+    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE

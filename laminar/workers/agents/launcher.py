@@ -2,9 +2,9 @@
 
     launcher.py <parent pid> <memory bytes, 0 = no limit> <directory> <command …>
 
-The agent runs in `directory`, in a session of its own. When it ends, or the parent does, or SIGTERM comes, everything that it
-started is killed, also what has left its process group, and the directory is removed. Exit status: the agent's, or 128 + n for a
-signal n.
+The agent runs in `directory`, which is made for it, in a session of its own. When it ends, or the parent does, or SIGTERM
+comes, everything that it started is killed, also what has left its process group, and the directory is removed. Exit status:
+the agent's, or 128 + n for a signal n.
 """
 
 import ctypes
@@ -23,6 +23,7 @@ def main():
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the agent's children leave behind becomes ours
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.mkdir(directory, 0o700)  # only now: before SIGTERM was blocked, it would have been left behind
     agent = os.fork()
     if not agent:
         become(sys.argv[4:], directory, memory_bytes)

@@ -6,6 +6,7 @@ Invariant: when `run` ends, in whatever way, no process of the agent is left.
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -51,21 +52,10 @@ class Program:
 
     async def run(self, *, environment: dict[str, str], stdin: bytes, prompt: str, until: asyncio.Event) -> Exit:
         """Run it once; it is stopped when `until` is set, or this is cancelled. Raises OSError when no process can be started."""
-        directory = tempfile.mkdtemp(prefix="laminar-agent-")
+        directory = Path(tempfile.gettempdir()) / f"laminar-agent-{secrets.token_hex(8)}"
         command = [part.replace(PROMPT_PLACE, prompt) for part in self._command]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(self._memory_bytes)),
-                *(directory, *command),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env=self._environment | environment,
-            )
-        except (OSError, ValueError):
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+        launcher = (sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(self._memory_bytes))
+        process = await _start([*launcher, str(directory), *command], self._environment | environment)
         try:
             return await self._attend(process, stdin, until)
         finally:
@@ -103,6 +93,25 @@ def _environment(names: list[str]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return kept
+
+
+async def _start(command: list[str], environment: dict[str, str]) -> asyncio.subprocess.Process:
+    """Not cut short by a cancellation, which would kill the launcher before it can clear up."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await _end(await starting)
+        raise
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:

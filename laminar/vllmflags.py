@@ -25,6 +25,7 @@ SET_ELSEWHERE = {
     "enable-scale-out": "nothing: it is always on",
     "enable-prefix-caching": "nothing: it is always on",
     "weight-transfer-config": "nothing: weights come from the relay",
+    "worker-extension-cls": "nothing: the workers' reports of weights are mixed in with it",
     "disable-log-stats": "nothing: the scheduler needs the metrics",
     "api-key": "nothing: only the worker can reach the server",
     "data-parallel-size": "replicas=N: each replica refreshes its weights by itself",

@@ -17,6 +17,7 @@ from laminar.workers.engines.vllm import VllmEngine, logprobs_mode
 from laminar.workers.engines.vllm_http import PROCESSED, RAW
 from laminar.workers.engines.vllm_server import AttachedServer
 from laminar.workers.engines.vllm_stream import Events, Leg, StreamError, next_leg
+from laminar.workers.engines.vllm_weights import WORKER_EXTENSION
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -278,6 +279,7 @@ async def test_nobody_there_is_said_so() -> None:
     [
         ({}, ""),
         ({"backend": "nccl"}, "--weight-transfer-config is nccl, and laminar is needed"),
+        ({"extension": ""}, "--worker-extension-cls is , and laminar.*WeightReports is needed"),
         ({"mode": PROCESSED}, "--logprobs-mode is processed_logprobs, and raw_logprobs is needed"),
         ({"caching": False}, "--enable-prefix-caching is False, and True is needed"),
     ],
@@ -286,6 +288,7 @@ async def test_the_flags_of_an_attached_server_are_looked_at(config: dict, why: 
     fake = FakeVllm(Behaviour())
     found = {
         "weight_transfer_config": {"backend": config.get("backend", "laminar")},
+        "parallel_config": {"worker_extension_cls": config.get("extension", WORKER_EXTENSION)},
         "model_config": {"logprobs_mode": config.get("mode", RAW)},
         "cache_config": {"enable_prefix_caching": config.get("caching", True)},
     }

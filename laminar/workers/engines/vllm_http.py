@@ -10,8 +10,10 @@ import msgspec
 from laminar.errors import StartError
 from laminar.workers.engines import vllm_metrics, vllm_stream
 from laminar.workers.engines.base import SamplingParams
+from laminar.workers.engines.vllm_plugin import BACKEND
 from laminar.workers.engines.vllm_stream import Choice, StreamError
 from laminar.workers.engines.vllm_versions import refusal
+from laminar.workers.engines.vllm_weights import WORKER_EXTENSION
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 FIRST_ANSWER_S = 120.0  # the first request of a kind compiles kernels
@@ -165,7 +167,8 @@ class Http:
         config = (await self._json("/server_info?config_format=json", FIRST_ANSWER_S))["vllm_config"]
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         wanted = {
-            "--weight-transfer-config": (backend, "laminar"),
+            "--weight-transfer-config": (backend, BACKEND),
+            "--worker-extension-cls": (config["parallel_config"]["worker_extension_cls"], WORKER_EXTENSION),
             "--logprobs-mode": (config["model_config"]["logprobs_mode"], self._logprobs_mode),
             "--enable-prefix-caching": (config["cache_config"]["enable_prefix_caching"], True),
         }

@@ -21,11 +21,12 @@ from laminar.ids import Version
 from laminar.workers.engines.vllm_plugin import BACKEND
 from laminar.workers.relay.manifest import Snapshot
 
+WORKER_EXTENSION = "laminar.workers.engines.vllm_plugin.worker.WeightReports"
 SERVER_FLAGS = (
     "--weight-transfer-config",
     f'{{"backend": "{BACKEND}"}}',
     "--worker-extension-cls",
-    "laminar.workers.engines.vllm_plugin.worker.WeightReports",
+    WORKER_EXTENSION,
 )
 """What a server needs to be started with."""
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}

@@ -233,6 +233,10 @@ class RelayConfig(Section, frozen=True, kw_only=True):
     published to the new process. 0 = the loss of the relay ends the run."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of published weights; `auto` = bfloat16 where rollouts run on GPUs, float32 on CPUs."""
+    link_timeout_s: float = 0.5
+    """A link between two relays over which no byte comes for so long while bytes are due is broken; docs/relays.md."""
+    deltas: Literal["auto", "always", "never"] = "auto"
+    """Chunks go from relay to relay as lossless differences to the version before: where that is faster, always, or never."""
 
 
 class ControllerConfig(Section, frozen=True, kw_only=True):

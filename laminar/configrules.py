@@ -201,6 +201,10 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
         (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
         (c.relay.restarts < 0, f"relay.restarts = {c.relay.restarts}: 0 or more"),
+        (
+            c.relay.link_timeout_s < 0.2,
+            f"relay.link_timeout_s = {c.relay.link_timeout_s}: at least 0.2 (signs of life come every 0.1 s)",
+        ),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,

@@ -1,13 +1,18 @@
 """Versions flow from relay to relay: real processes, real sockets, real shared memory."""
 
+import os
 import signal
 import socket
+import subprocess
+import sys
+import uuid
 
 import numpy as np
 import pytest
 from chain_world import Relay, arrange, chain
 from relay_world import LIMIT_S
 
+from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayError
 
 SMALL = 3 * (1 << 20) + 4096  # ends within a digest block
@@ -155,3 +160,18 @@ def test_garbage_and_silence_on_the_port_harm_nobody():
             garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
             version = relays[0].publish(1, SMALL)
             assert relays[1].holds(version, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "reason"),
+    [("203.0.113.9", "t", "cannot listen on 203.0.113.9"), ("127.0.0.1", "", "needs the run's token in LAMINAR_TOKEN")],
+)
+def test_a_relay_that_cannot_take_part_says_why_and_leaves_nothing(address: str, token: str, reason: str):
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    command = [sys.executable, "-m", "laminar.workers.relay", "--run-id", run_id, "--listen", address]
+    done = subprocess.run(
+        command, env={**os.environ, "LAMINAR_TOKEN": token}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert not paths.shm_directory(run_id).exists()

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import structlog
 
+from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.wire import ArrangeChain, LinkBroken, RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import CHUNK_BYTES, Place
+from laminar.workers.relay.chain_frames import SIGN_OF_LIFE_S
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.delta import MODES
 from laminar.workers.relay.versions import Told
@@ -54,16 +56,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--listen", metavar="HOST[:PORT]", type=_address, help="take part in a chain, with links to this address"
     )
-    parser.add_argument(
-        "--progress-timeout", type=float, default=0.5, metavar="S", help="a link without a byte for so long is broken"
-    )
+    parser.add_argument("--progress-timeout", type=float, metavar="S", help="as relay.link_timeout_s")
     parser.add_argument("--chunk-mib", type=int, default=CHUNK_BYTES >> 20, metavar="N", help="most sent in one go")
-    parser.add_argument(
-        "--deltas", choices=MODES, default="auto", help="auto = where they are faster than whole chunks"
-    )
+    parser.add_argument("--deltas", choices=MODES, help="as relay.deltas")
     arguments = parser.parse_args()
-    if arguments.chunk_mib < 1 or arguments.progress_timeout <= 0:
-        parser.error("--chunk-mib: at least 1; --progress-timeout: more than 0")
+    if arguments.chunk_mib < 1 or (arguments.progress_timeout or 1.0) < 2 * SIGN_OF_LIFE_S:
+        parser.error(f"--chunk-mib: at least 1; --progress-timeout: at least {2 * SIGN_OF_LIFE_S:g}")
     if arguments.slots is not None and arguments.slots < 2:
         parser.error(f"--slots {arguments.slots}: at least 2 (newest and incoming)")
     return arguments
@@ -98,20 +96,25 @@ async def _run(arguments: argparse.Namespace) -> int:
 async def _serve_alone(arguments: argparse.Namespace) -> int:
     directory = paths.create(arguments.run_id, run_directory="")
     server = RelayServer(directory, arguments.slots or 3, _log_event)
-    if arguments.listen is not None:
-        server.join_chain(_place(arguments), _log_broken)
-    await _serve(server, asyncio.Event().wait)
+
+    async def for_ever() -> None:
+        if arguments.listen is not None:
+            server.join_chain(_place(arguments, RelayConfig()), _log_broken)
+        await asyncio.Event().wait()
+
+    await _serve(server, for_ever)
     return 0
 
 
-def _place(arguments: argparse.Namespace) -> Place:
+def _place(arguments: argparse.Namespace, config: RelayConfig) -> Place:
     token = os.environ.get("LAMINAR_TOKEN", "")
     if not token:
         raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
-    transport = make_transport("tcp", arguments.progress_timeout)
+    transport = make_transport("tcp", arguments.progress_timeout or config.link_timeout_s)
     host, port = arguments.listen
     chunk_bytes = arguments.chunk_mib << 20
-    return Place(arguments.name, token, transport, host, port, chunk_bytes=chunk_bytes, deltas=arguments.deltas)
+    deltas = arguments.deltas or config.deltas
+    return Place(arguments.name, token, transport, host, port, chunk_bytes=chunk_bytes, deltas=deltas)
 
 
 async def _serve_run(arguments: argparse.Namespace) -> int:
@@ -123,12 +126,7 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         run = link.config.run
         directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
         server = RelayServer(directory, arguments.slots or link.config.relay.slots, link.send)
-        port = 0
-        if arguments.listen is not None:
-            port = server.join_chain(
-                _place(arguments), lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch))
-            )
-        await _serve(server, partial(_until_told_to_stop, link, server, port))
+        await _serve(server, partial(_until_told_to_stop, link, server, arguments))
     except LaminarError as error:
         failed = True
         link.send(WorkerFailed(reason=str(error)))
@@ -138,8 +136,13 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _until_told_to_stop(link: Link, server: RelayServer, chain_port: int) -> None:
-    link.send(RelayReady(directory=str(server.directory), chain_port=chain_port))
+async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argparse.Namespace) -> None:
+    assert link.config is not None
+    port = 0
+    if arguments.listen is not None:
+        place = _place(arguments, link.config.relay)
+        port = server.join_chain(place, lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch)))
+    link.send(RelayReady(directory=str(server.directory), chain_port=port))
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
             server.arrange(order.epoch, order.upstream, order.downstream)

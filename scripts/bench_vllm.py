@@ -1,11 +1,15 @@
 """What replicas on vLLM cost, measured on a real server.
 
     python scripts/bench_vllm.py pull [--mib 256] [--rounds 7] [--vllm-python .venv-vllm/bin/python]
+    python scripts/bench_vllm.py generate [--requests 64] [--tokens 100] [--rounds 7] [--vllm-python …]
 
 `pull`: for how long decoding stands still while a new weight version goes from a relay's slot into the server, by what
 the time is spent on, in multiples of one memcpy of the same bytes taken in the same round. The model is a random Qwen3 in
 float32. `memory` is the anonymous memory of all of the server's processes, above what it was before the load: a copy of
 the model in host memory would show there.
+
+`generate`: the engine adapter of a rollout worker, drained and packed for the controller every 0.25 s, beside a bare client
+that posts the same requests to the same server and keeps the token ids. They take turns; each ratio is of two neighbouring runs.
 """
 
 import argparse
@@ -17,7 +21,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -26,8 +32,14 @@ import psutil
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from laminar import wire
+from laminar.config import Config, ModelConfig
 from laminar.ids import Version
-from laminar.workers.engines.vllm_command import environment
+from laminar.workers.engines import vllm_stream
+from laminar.workers.engines.base import Request, SamplingParams
+from laminar.workers.engines.vllm import VllmEngine
+from laminar.workers.engines.vllm_command import command, environment
+from laminar.workers.engines.vllm_http import RAW, Http
 from laminar.workers.engines.vllm_server import OwnServer
 from laminar.workers.engines.vllm_weights import SERVER_FLAGS, LoadTimes, VllmWeights
 from laminar.workers.relay import paths
@@ -36,6 +48,7 @@ from laminar.workers.relay.manifest import Manifest
 
 ROOT = Path(__file__).parent.parent
 START_S, RELAY_S = 600.0, 120.0
+FLUSH_S = 0.25
 SAMPLE_S = 0.002
 HIDDEN, INTERMEDIATE, VOCABULARY = 512, 2048, 8192
 LAYER_MIB = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE) / (1 << 20)
@@ -56,7 +69,15 @@ def main() -> None:
     pull.add_argument("--mib", type=int, default=256, help="size of the model")
     pull.add_argument("--rounds", type=int, default=7)
     pull.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
+    generate = commands.add_parser("generate", help="CPU time per token and tokens/s beside a bare client")
+    generate.add_argument("--requests", type=int, default=64, help="at a time")
+    generate.add_argument("--tokens", type=int, default=100, help="of each response")
+    generate.add_argument("--rounds", type=int, default=7)
+    generate.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
     arguments = parser.parse_args()
+    if arguments.command == "generate":
+        report_generation(asyncio.run(measure_generation(arguments)))
+        return
     run_id = f"bench-{os.getpid()}"
     relay = subprocess.Popen([sys.executable, "-m", "laminar.workers.relay", "--run-id", run_id])
     try:
@@ -176,6 +197,95 @@ def report(model: Qwen3ForCausalLM, rounds: list[Round]) -> None:
     growth = [each.memory_bytes / num_bytes for each in later]
     print(f"memory: {statistics.median(growth):.3f} x the model (most {max(growth):.3f}); one of "
           f"{model.config.num_hidden_layers} layers is {LAYER_MIB * (1 << 20) / num_bytes:.3f} x")  # fmt: skip
+
+
+# ---- generate ----------------------------------------------------------------------------------------------
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """All requests once, by one of the two."""
+
+    num_tokens: int
+    wall_s: float
+    cpu_s: float
+    """Of this process; the server is another."""
+
+
+async def measure_generation(arguments: argparse.Namespace) -> list[tuple[Turn, Turn]]:
+    """(bare client, adapter) per round, in turns, after one round for warming up."""
+    config = Config(model=ModelConfig(path=str(ROOT / "configs/quickstart/model")))
+    start = command(
+        config, arguments.vllm_python, gpus=0, max_concurrent=arguments.requests, logprobs_mode=RAW, extra=[]
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        server = OwnServer(start, environment(0), Path(directory) / "vllm.log", START_S)
+        engine = VllmEngine(server, logprobs_mode=RAW, num_requests_max=arguments.requests, stall_s=0.0)
+        bare = None
+        try:
+            await engine.start(lambda key: None)
+            bare = Http(server, RAW)
+            rounds = []
+            for number in range(arguments.rounds + 1):
+                requests = [request_of(number, key, arguments) for key in range(arguments.requests)]
+                pair = [await turn(by_bare_client(bare, requests)), await turn(by_engine(engine, requests))]
+                rounds.append((pair[0], pair[1]))
+            return rounds[1:]
+        finally:
+            if bare is not None:
+                await bare.close()
+            await engine.stop()
+
+
+def request_of(number: int, key: int, arguments: argparse.Namespace) -> Request:
+    prompt = [3 + (number * arguments.requests + key + at) % 20 for at in range(12)]
+    return Request(key=key, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=arguments.tokens, seed=key))
+
+
+async def turn(work: Coroutine[Any, Any, int]) -> Turn:
+    wall, cpu = time.perf_counter(), time.process_time()
+    num_tokens = await work
+    return Turn(num_tokens=num_tokens, wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
+
+
+async def by_bare_client(http: Http, requests: list[Request]) -> int:
+    async def one(request: Request) -> int:
+        leg = vllm_stream.Leg(request.sampling.max_tokens, ())
+        body = vllm_stream.body(f"bare-{id(request)}", request.prompt_tokens, 0, leg, request.sampling)
+        tokens: list[int] = []
+        async for choice in http.generate(body):
+            tokens += choice.token_ids
+        return len(tokens)
+
+    return sum(await asyncio.gather(*(one(request) for request in requests)))
+
+
+async def by_engine(engine: VllmEngine, requests: list[Request]) -> int:
+    """As the worker does: submit, drain at every flush, pack what came."""
+    for request in requests:
+        engine.submit(request)
+    num_tokens, num_left = 0, len(requests)
+    while num_left:
+        await asyncio.sleep(FLUSH_S if num_tokens else 0.01)
+        for output in engine.drain():
+            wire.pack_i32(output.tokens)
+            wire.pack_f32(output.logprobs)
+            num_tokens += len(output.tokens)
+            num_left -= output.finish_reason is not None
+    return num_tokens
+
+
+def report_generation(rounds: list[tuple[Turn, Turn]]) -> None:
+    print(f"{rounds[0][0].num_tokens} tokens a round, {len(rounds)} rounds")
+    for name, turns in (("bare client", [bare for bare, _ in rounds]), ("adapter", [ours for _, ours in rounds])):
+        cpu_us = statistics.median(1e6 * each.cpu_s / each.num_tokens for each in turns)
+        rate = statistics.median(each.num_tokens / each.wall_s for each in turns)
+        print(f"{name:12} {cpu_us:6.1f} µs of CPU a token, {rate:7.0f} tokens/s")
+    rates = [bare.wall_s / ours.wall_s for bare, ours in rounds]
+    cpus = [ours.cpu_s / bare.cpu_s for bare, ours in rounds]
+    for name, ratios in (("tokens/s", rates), ("CPU time", cpus)):
+        print(
+            f"{name}, adapter : bare client: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
 PHASES = {

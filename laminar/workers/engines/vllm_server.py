@@ -43,6 +43,7 @@ SICK_MAX = 3  # answers in a row by which an attached server counts as gone
 SICK_S = 5.0
 ADDRESS_TAKEN = "address already in use"
 PREFIX = "laminar-vllm-"
+KEEPALIVE_S = 2.0  # the server closes a connection that was idle for 5 s, perhaps while a request is written to it
 
 log = structlog.get_logger("laminar.vllm")
 
@@ -69,7 +70,7 @@ class OwnServer:
         self._log_from, self._socket = 0, ""
 
     def connector(self) -> aiohttp.BaseConnector:
-        return aiohttp.UnixConnector(path=self._socket, limit=0)
+        return aiohttp.UnixConnector(path=self._socket, limit=0, keepalive_timeout=KEEPALIVE_S)
 
     async def start(self) -> None:
         """Start it and wait until it answers. Raises StartError, with its last lines."""
@@ -179,7 +180,7 @@ class AttachedServer:
         self.base_url = url.rstrip("/")
 
     def connector(self) -> aiohttp.BaseConnector:
-        return aiohttp.TCPConnector(limit=0)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
 
     async def start(self) -> None:
         """It runs already; whether it fits is for the check to say."""

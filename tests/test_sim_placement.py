@@ -8,6 +8,7 @@ from laminar.roofline import HARDWARE
 from laminar.sim import placement
 from laminar.sim.baselines import Job, partial_rollout, place
 from laminar.sim.cluster import MODELS, Cluster
+from laminar.sim.scenario import Scenario
 from laminar.sim.workload import WORKLOADS
 
 FEW = {"batch_groups": 32, "warmup": 4, "num_measured": 4}
@@ -69,3 +70,9 @@ def test_a_baseline_gets_the_placement_that_measuring_all_would_give():
     found = place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0)
     alone = [place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0, split=(16 - n, n)) for n in (4, 6, 8, 10, 12)]
     assert found == max(alone, key=lambda placed: placed.pace.tokens_per_s)
+
+
+@pytest.mark.parametrize("split", [(512, 512), (320, 192), (40, 24)])
+def test_as_many_groups_may_be_open_at_every_placement(split):
+    chosen = Scenario(model="7B", gpus=sum(split), split=split, workload=WORKLOADS["math"])
+    assert chosen.settings(chosen.cluster()).buffer_groups_max == 4 * 512

@@ -27,7 +27,7 @@ SEARCH_WARMUP = (
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
 OUTSTANDING_BATCHES = 4
 """Limit of groups in flight and buffered, in global batches. By Little's law a group is then trained at most so many iterations
-after it began, on average: mean s_train is at most 4, the largest staleness that the paper observed."""
+after it began, on average. Four versions are the largest staleness that the paper observed."""
 FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
 RELAY_RESTARTS_MAX = 3  # as replicas by default
 SOFTWARE = Software()

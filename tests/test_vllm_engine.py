@@ -254,6 +254,7 @@ async def test_the_load_is_the_servers_and_what_changed_since_it_was_asked(monke
     ("behaviour", "why"),
     [
         (Behaviour(version="0.31.9"), "vLLM 0.31.9 is not supported"),
+        (Behaviour(lacks=["/version"]), r"what answers at http://\S+ is no vLLM server: /version answers 404"),
         (Behaviour(lacks=["/weight_info"]), "started without the environment variable VLLM_SERVER_DEV_MODE=1"),
         (Behaviour(generate_status=404), "started without --enable-scale-out: HTTP 404: no such thing"),
         (Behaviour(generate_status=500), "it cannot generate: HTTP 500"),

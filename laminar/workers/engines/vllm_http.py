@@ -19,6 +19,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 FIRST_ANSWER_S = 120.0  # the first request of a kind compiles kernels
 ANSWER_S = 20.0  # an event loop that is busy with hundreds of streams answers within a second
 ERROR_CHARS = 500
+VERSION = "/version"
 NEEDED = {
     "/inference/v1/generate": "--enable-scale-out",
     "/weight_info": "the environment variable VLLM_SERVER_DEV_MODE=1",
@@ -124,7 +125,7 @@ class Http:
 
     async def check(self) -> Facts:
         """Whether version, routes and flags are the needed ones. Raises StartError that names what is not."""
-        version = await self._json("/version")
+        version = await self._json(VERSION)
         refused = refusal(str(version.get("version")))
         if refused:
             raise StartError(refused)
@@ -180,6 +181,8 @@ class Http:
         status, text = await self._ask("GET", route, timeout_s)
         if status == 0:
             raise StartError(await self._server.describe(f"vLLM does not answer {route}: {text}"))
+        if status != 200 and route == VERSION:  # which every vLLM has
+            raise StartError(f"what answers at {self._server.base_url} is no vLLM server: {route} answers {status}")
         if status != 200:
             raise StartError(f"the vLLM server is refused, {_lacking(route)}: {route} answers {status}")
         try:

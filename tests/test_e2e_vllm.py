@@ -1,76 +1,18 @@
 """A whole run on two real vLLM servers: it trains, one server's engine is killed, and what it generated goes on at the other."""
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from e2e import MARK, Run, ledger_is_closed, vllm_hosts_file
+from e2e import Run, ledger_is_closed, vllm_hosts_file
 from e2e_replay import Replay, keep_tokens, read_tokens
+from e2e_vllm import OVERRIDES, WAIT_S, suspend_in_the_middle
 from vllm_world import PYTHON, needs_vllm
-
-from laminar.core.records import Trajectory, TrajectoryState
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
-START_S = 600.0  # two servers import vLLM on two busy cores
-WAIT_S = 240.0
-ENGINE = "VLLM::EngineCore"
 STEPS = 4
-OVERRIDES = (
-    "run.steps=200",
-    "controller.start_timeout_s=600",
-    "rollout.temperature=0.8",  # vLLM's log-probs have to be those after temperature
-    "rollout.length_floor_median=90",  # long enough to be found in the middle
-    "rollout.length_floor_p99=99",
-    "rollout.max_concurrent=16",
-    # All groups that may be in flight make one batch: no new version comes before those of the killed replica went on
-    "buffer.max_groups=8",
-    "trainer.batch_prompts=8",
-    "repack.enabled=false",  # so what moves, moves because of the kill
-    "trainer.lr=1e-4",
-)
-
-
-def engine_of(run: Run, worker: str) -> psutil.Process:
-    """The process of that replica's server in which the model runs."""
-    for process in run.marked():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.cmdline()[:1] == [ENGINE] and process.environ().get("LAMINAR_PROCESS") == worker:
-                return process
-    raise AssertionError(f"no {ENGINE} of {worker} among the processes with {MARK}\n{run.output}")
-
-
-def in_flight(run: Run, worker: str) -> list[Trajectory]:
-    """What the replica generates and has sent tokens of, by the log."""
-    return [
-        each
-        for each in Replay(run).core.state.trajectories.values()
-        if each.worker == worker and each.state is TrajectoryState.GENERATING and each.num_tokens
-    ]
-
-
-def until_the_next_event(run: Run) -> None:
-    """Wait for one more event in the log."""
-    query = "SELECT count(*) FROM events"
-    before = run.query(query)
-    run.until(lambda: run.query(query) > before, WAIT_S)
-
-
-def kill_in_the_middle(run: Run, worker: str) -> None:
-    """SIGKILL the engine while it certainly has unfinished trajectories: it is stopped first, and looked at."""
-    while True:
-        run.until(lambda: run.status()["replicas"].get(worker, {}).get("generating"), START_S)
-        run.until(lambda: in_flight(run, worker), WAIT_S)
-        engine = engine_of(run, worker)
-        engine.suspend()
-        until_the_next_event(run)
-        if in_flight(run, worker):
-            engine.kill()
-            return
-        engine.resume()
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +20,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Replay, Pat
     """The run, its events once more, and its tokens."""
     directory = tmp_path_factory.mktemp("vllm")
     hosts = vllm_hosts_file(directory, Path(os.path.abspath(PYTHON)), replicas=2)
-    with Run.start(directory, hosts, *OVERRIDES, config="longtail.toml") as run:
+    with Run.start(directory, hosts, *OVERRIDES, "run.steps=200", config="longtail.toml") as run:
         kept = keep_tokens(run)
         run.until((run.path / "url").exists)
-        kill_in_the_middle(run, "rollout-1")
+        suspend_in_the_middle(run, "rollout-1").kill()
         run.until_said(r"^alarm: worker-lost: rollout-1 was lost: vLLM", WAIT_S)
-        run.until_said(rf"^step {STEPS}/", WAIT_S)
+        run.until_said(r"^rollout-1 is started again", WAIT_S)
+        run.until(lambda: sum(run.status()["failovers"].values()), WAIT_S)
+        # What went on belongs to the next batch, whatever step the kill came in
+        run.until_said(rf"^step {max(STEPS, run.status()['step'] + 2)}/", WAIT_S)
         run.signal(signal.SIGINT)
         assert run.wait(WAIT_S) == 0, run.output
     return run, Replay(run), kept

@@ -218,7 +218,8 @@ async def measure_generation(arguments: argparse.Namespace) -> list[tuple[Turn, 
         config, arguments.vllm_python, gpus=0, max_concurrent=arguments.requests, logprobs_mode=RAW, extra=[]
     )
     with tempfile.TemporaryDirectory() as directory:
-        server = OwnServer(start, environment(0), Path(directory) / "vllm.log", START_S)
+        one_core = {**environment(0), "OMP_NUM_THREADS": "1"}  # the other one is this process's
+        server = OwnServer(start, one_core, Path(directory) / "vllm.log", START_S)
         engine = VllmEngine(server, logprobs_mode=RAW, num_requests_max=arguments.requests, stall_s=0.0)
         bare = None
         try:

@@ -15,7 +15,9 @@ from laminar.channel import Session
 from laminar.config import Config, ControllerConfig
 
 TOKEN = "secret-of-this-run"
-FAST = Config(controller=ControllerConfig(heartbeat_s=0.05, heartbeat_timeout_s=1.0, orphan_timeout_s=0.6))
+# A starved machine may stand still for a second: only tests of the end without a controller give up so early.
+FAST = Config(controller=ControllerConfig(heartbeat_s=0.05, heartbeat_timeout_s=3.0, orphan_timeout_s=30.0))
+ORPHANING = Config(controller=ControllerConfig(heartbeat_s=0.05, heartbeat_timeout_s=3.0, orphan_timeout_s=0.6))
 
 
 class ControllerEnd:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 from aiohttp import web
-from controller_end import FAST, TOKEN, ControllerEnd, controller_end, token_row
+from controller_end import FAST, ORPHANING, TOKEN, ControllerEnd, controller_end, token_row
 
 from laminar import wire
 from laminar.channel import Session
@@ -176,6 +176,7 @@ async def test_what_is_sent_without_a_controller_arrives_after_the_reconnect(end
 
 
 async def test_a_lost_controller_orphans_the_worker_after_the_configured_time(end: ControllerEnd) -> None:
+    end.config = ORPHANING
     link = make_link(end)
     await link.connect()
     await end.send(wire.Publish(version=Version(7, 0)))

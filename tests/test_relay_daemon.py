@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from controller_end import FAST, TOKEN, ControllerEnd
+from controller_end import FAST, ORPHANING, TOKEN, ControllerEnd
 from relay_world import (
     LIMIT_S,
     MANIFEST,
@@ -28,6 +28,7 @@ from relay_world import (
 
 from laminar import wire
 from laminar.channel import Session
+from laminar.config import Config
 from laminar.workers.relay import paths, protocol
 from laminar.workers.relay.client import RelayClient, RelayError
 from laminar.workers.relay.daemon import RelayServer
@@ -244,8 +245,8 @@ def start_under(controller: ControllerEnd, token: str = TOKEN) -> subprocess.Pop
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-async def run_controller() -> tuple[ControllerEnd, Path]:
-    controller = ControllerEnd(FAST)
+async def run_controller(config: Config = FAST) -> tuple[ControllerEnd, Path]:
+    controller = ControllerEnd(config)
     controller.session = NamedSession(wire.ControllerEnvelope)
     controller.session.run_id = f"test-{uuid.uuid4().hex[:12]}"
     await controller.start()
@@ -275,7 +276,7 @@ async def test_under_a_controller_it_reports_versions_and_leaves_cleanly_on_stop
 
 
 async def test_an_orphan_stops_and_removes_its_shared_memory():
-    controller, directory = await run_controller()
+    controller, directory = await run_controller(ORPHANING)
     process = start_under(controller)
     try:
         await controller.until(lambda: controller.of(wire.RelayReady) != [])

@@ -39,7 +39,8 @@ def two_hosts(directory: Path) -> Path:
 
 
 def test_weights_reach_replicas_of_another_host_through_its_relay_also_after_that_was_killed(tmp_path: Path) -> None:
-    with Run.start(tmp_path, two_hosts(tmp_path), *SMALL, "run.steps=5000") as run:
+    # a starved process may be silent for longer than the default allows, and relays are lost for that
+    with Run.start(tmp_path, two_hosts(tmp_path), *SMALL, "run.steps=5000", "relay.link_timeout_s=10") as run:
         run.until_said(r"^step 2/")
         run.until(lambda: _oldest(run) >= 1)
         run.kill_worker("relay-1")

@@ -323,11 +323,11 @@ def test_hundreds_of_publications_and_leases_leak_nothing(daemon: Daemon):
             cycle(client, step)
         until(client, lambda status: status.num_connections == 1)
         own_before = count(os.getpid(), "fd"), count(os.getpid(), "task")
-        theirs_before = count(daemon.process.pid, "fd")
+        theirs_before = count(daemon.process.pid, "fd"), count(daemon.process.pid, "task")
         for step in range(11, 301):
             cycle(client, step)
         assert (count(os.getpid(), "fd"), count(os.getpid(), "task")) == own_before
         # The daemon closes the last lease's socket just after its client went on.
-        until(client, lambda status: count(daemon.process.pid, "fd") <= theirs_before)
-        assert count(daemon.process.pid, "task") <= 3, "the loop and two threads"
+        until(client, lambda status: count(daemon.process.pid, "fd") <= theirs_before[0])
+        assert count(daemon.process.pid, "task") <= theirs_before[1] + 1, "the pool's second thread may begin late"
         assert sorted(os.listdir(daemon.directory)) == ["owner.json", "relay.sock", "slot-0", "slot-1", "slot-2"]

@@ -112,10 +112,36 @@ def _agent_problems(c: Config) -> list[str]:
     return problems
 
 
-def _rules(c: Config) -> list[tuple[bool, str]]:
+_Rules = list[tuple[bool, str]]
+
+
+def _rules(c: Config) -> _Rules:
+    """(whether it is broken, what to say) of each."""
+    return [
+        *_run_rules(c),
+        *_rollout_rules(c),
+        *_repack_rules(c),
+        *_trainer_rules(c),
+        *_buffer_rules(c),
+        *_relay_rules(c),
+        *_controller_rules(c),
+    ]
+
+
+def _run_rules(c: Config) -> _Rules:
     return [
         (not c.model.path, "model.path is empty: name a directory with a Hugging Face model"),
         (c.run.steps < 1, f"run.steps = {c.run.steps}: at least one step"),
+        (
+            0 < c.model.context_tokens_max <= c.rollout.max_tokens,
+            f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
+            f" {c.rollout.max_tokens} leave no room for a prompt",
+        ),
+    ]
+
+
+def _rollout_rules(c: Config) -> _Rules:
+    return [
         (
             c.rollout.group_size < 2,
             f"rollout.group_size = {c.rollout.group_size}: GRPO compares siblings, a group of one has no advantage;"
@@ -134,11 +160,41 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             f"rollout.progress_timeout_s = {c.rollout.progress_timeout_s}: at least 4 x rollout.flush_interval_s, at which tokens"
             " are reported; or 0 for no limit",
         ),
+        (
+            0 < c.rollout.length_floor_p99 < c.rollout.length_floor_median,
+            f"rollout.length_floor_p99 = {c.rollout.length_floor_p99}: below rollout.length_floor_median ="
+            f" {c.rollout.length_floor_median}",
+        ),
+        (c.rollout.staleness_budget < 0, f"rollout.staleness_budget = {c.rollout.staleness_budget}: 0 or more"),
+        (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
+        (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
+    ]
+
+
+def _repack_rules(c: Config) -> _Rules:
+    return [
+        (
+            c.repack.interval_s <= 0,
+            f"repack.interval_s = {c.repack.interval_s}: above 0 (repack.enabled = false turns it off)",
+        ),
+        (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
+        (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
+    ]
+
+
+def _trainer_rules(c: Config) -> _Rules:
+    return [
         (c.trainer.batch_prompts < 1, f"trainer.batch_prompts = {c.trainer.batch_prompts}: at least 1"),
         (
             not 1 <= c.trainer.mini_batches <= c.trainer.batch_prompts,
             f"trainer.mini_batches = {c.trainer.mini_batches}: between 1 and trainer.batch_prompts = {c.trainer.batch_prompts}",
         ),
+        (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
+    ]
+
+
+def _buffer_rules(c: Config) -> _Rules:
+    return [
         (
             c.buffer_groups_max < c.trainer.batch_prompts,
             f"buffer.max_groups = {c.buffer.max_groups}: a batch of trainer.batch_prompts = {c.trainer.batch_prompts}"
@@ -151,10 +207,6 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
         (
             c.buffer.straggler_factor < 1,
             f"buffer.straggler_factor = {c.buffer.straggler_factor}: at least 1, or half of all answers would be late",
-        ),
-        (
-            c.repack.interval_s <= 0,
-            f"repack.interval_s = {c.repack.interval_s}: above 0 (repack.enabled = false turns it off)",
         ),
         (
             c.buffer.max_staleness < -1,
@@ -175,19 +227,6 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             " whole group; lower it",
         ),
         (
-            0 < c.model.context_tokens_max <= c.rollout.max_tokens,
-            f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
-            f" {c.rollout.max_tokens} leave no room for a prompt",
-        ),
-        (
-            0 < c.rollout.length_floor_p99 < c.rollout.length_floor_median,
-            f"rollout.length_floor_p99 = {c.rollout.length_floor_p99}: below rollout.length_floor_median ="
-            f" {c.rollout.length_floor_median}",
-        ),
-        (not 0 < c.repack.kv_share <= 1, f"repack.kv_share = {c.repack.kv_share}: between 0 (excluded) and 1"),
-        (c.repack.requests_max < 0, f"repack.requests_max = {c.repack.requests_max}: 0 or more"),
-        (c.rollout.staleness_budget < 0, f"rollout.staleness_budget = {c.rollout.staleness_budget}: 0 or more"),
-        (
             c.buffer.max_ready_groups != 0 and c.buffer.max_ready_groups < c.trainer.batch_prompts,
             f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: a batch of trainer.batch_prompts ="
             f" {c.trainer.batch_prompts} would never fill; use at least that, or 0",
@@ -197,15 +236,22 @@ def _rules(c: Config) -> list[tuple[bool, str]]:
             f"buffer.max_ready_groups = {c.buffer.max_ready_groups}: never reached, new groups are held back at"
             f" {c.buffer_groups_max} in flight or buffered (buffer.max_groups); use less than that, or 0",
         ),
-        (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
-        (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
-        (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
+    ]
+
+
+def _relay_rules(c: Config) -> _Rules:
+    return [
         (c.relay.restarts < 0, f"relay.restarts = {c.relay.restarts}: 0 or more"),
         (
             c.relay.link_timeout_s < 0.2,
             f"relay.link_timeout_s = {c.relay.link_timeout_s}: at least 0.2 (signs of life come every 0.1 s)",
         ),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
+    ]
+
+
+def _controller_rules(c: Config) -> _Rules:
+    return [
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,
             "controller.heartbeat_timeout_s must be more than twice controller.heartbeat_s",

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from laminar.core import actions, dispatch, events, health
-from laminar.core.turn import Turn
+from laminar.core import actions, events, health
 from laminar.ids import TrajectoryId, Version, WorkerId
-from laminar.sim import queues
 from laminar.sim.replica import Outcome, Replica, Request
 
 if TYPE_CHECKING:
@@ -65,11 +63,10 @@ class Rollouts:
         }
 
     def begin(self) -> None:
-        """All replicas join; flushes and samples begin."""
+        """All replicas join; flushes begin."""
         for index in range(self.world.cluster.num_replicas):
             self.join(WorkerId(f"rollout-{index}"), 1)
         self.world.after(self.world.flush_s, self._flush)
-        self.world.after(self.world.sample_s, self._sample)
 
     def num_generated(self) -> int:
         """Response tokens decoded by all engines so far, also by those that are gone."""
@@ -250,29 +247,6 @@ class Rollouts:
     def _flush(self) -> None:
         self.report_kv(lengths=True)
         self.world.after(self.world.flush_s, self._flush)
-
-    def _sample(self) -> None:
-        used = 0
-        for engine in self.engines.values():
-            engine.replica.advance(self.world.now)
-            used += engine.replica.kv_tokens
-        total = self.world.cluster.num_replicas * self.world.cluster.kv_tokens_max
-        self.world.measures.kv_use.append((self.world.now, used / total))
-        self.world.measures.buffered.append((self.world.now, len(self.world.core.state.buffer)))
-        self._sample_queue()
-        self.world.after(self.world.sample_s, self._sample)
-
-    def _sample_queue(self) -> None:
-        core = self.world.core
-        buffered, turn = len(core.state.buffer), Turn(core.state, core.settings, core.story)
-        self.world.measures.queue.samples.append(
-            queues.Sample(
-                at=self.world.now,
-                buffered=buffered,
-                in_flight=dispatch.num_outstanding(core.state) - buffered,
-                held_back=not dispatch.gate_is_open(turn),
-            )
-        )
 
     # ---- what the core asks for --------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.ids import WorkerId
 from laminar.samplers import GuardedSampler
+from laminar.sim import samples
 from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
 from laminar.sim.relays import TRAINER_HOST, Relays
@@ -123,6 +124,7 @@ class World:
             events.TrainerRankReady(worker=TRAINER, incarnation=1, rank=0, world_size=1, step=0, host=TRAINER_HOST)
         )
         self.rollouts.begin()
+        samples.begin(self)
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
         """Let `happen` happen in so many seconds."""

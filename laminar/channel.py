@@ -88,13 +88,26 @@ class Session:
         """After a reconnect: the kept frames above the number that the other side has received, in order."""
         return [frame for number, frame in self._pending if number > received]
 
+    @property
+    def kept(self) -> list[tuple[int, bytes]]:
+        """(number, frame) of all that the other side has not acknowledged."""
+        return list(self._pending)
+
+    def resume(self, sent: int, kept: list[tuple[int, bytes]]) -> None:
+        """Go on where this end's last process was: `kept` of `sent` frames are not acknowledged."""
+        self._sent, self._pending = sent, deque(kept)
+        self._pending_bytes = sum(len(frame) for _, frame in kept)
+
     def restart(self, received: int) -> None:
         """The other side is a new process that vouches for our frames up to `received` and numbers its own from 1.
 
         What it does not vouch for is kept.
-        If it has lost acknowledged frames, the kept ones take the numbers it expects.
         """
         self.received = self.acknowledge = 0
+        self.renumber(received)
+
+    def renumber(self, received: int) -> None:
+        """If the other side has lost acknowledged frames, the kept ones take the numbers that it expects."""
         if received >= self.forgotten:
             self.forget(received)
             return

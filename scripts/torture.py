@@ -5,10 +5,12 @@ contain one of them. Exit code 1 if any went wrong. The short ones are tests, to
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -48,7 +50,7 @@ class Place:
 def check_resumed(run: Run, more: int = 3) -> str:
     """Resume, train a few steps, and compare both parts. AssertionError if they do not fit."""
     step = run.checkpoints()[-1]
-    with Run.resume(run.path, f"run.steps={step + more}") as second:
+    with Run.resume(run.path, "--from-checkpoint", f"run.steps={step + more}") as second:
         assert second.wait() == 0, second.output
     assert ledger_is_closed(second.output), second.output
     digests = second.query("SELECT DISTINCT digest FROM versions WHERE step = ?", step)
@@ -126,7 +128,7 @@ def interrupt_twice(place: Place, moment_s: float) -> str:
 
 
 def kill_the_controller(place: Place) -> str:
-    """SIGKILL to the controller in mid-run: workers clean up, and the run resumes from its last checkpoint."""
+    """SIGKILL to the controller in mid-run, and nobody comes: workers clean up, and the run resumes from its last checkpoint."""
     with place.start(LONG, "trainer.checkpoint_every=2", "controller.orphan_timeout_s=2") as run:
         run.until_said(r"^step 7/")
         run.signal(signal.SIGKILL)
@@ -135,6 +137,41 @@ def kill_the_controller(place: Place) -> str:
         run.until(lambda: not run.leftovers(), STOP_S)
         took = time.monotonic() - began
     return f"workers gone after {took:.1f} s; {check_resumed(run)}"
+
+
+def crash_again_and_again(place: Place, num_moments: int) -> str:
+    """SIGKILL to the controller at random moments of one run, each time resumed at once: the workers stay, every step is trained
+    once, every prompt is drawn once."""
+    steps = 20 + 4 * num_moments
+    room = ("task.size=20000", f"run.steps={steps}", "controller.orphan_timeout_s=60", "trainer.checkpoint_every=5")
+    delays_s, recoveries_s = [], []
+    with contextlib.ExitStack() as stack:
+        first = run = stack.enter_context(place.start(*room))
+        run.until_said(r"^step 1/")
+        for _ in range(num_moments):
+            delays_s.append(place.source.uniform(0.0, 1.5))
+            time.sleep(delays_s[-1])
+            if run.process.poll() is not None:
+                break
+            run.signal(signal.SIGKILL)
+            run.wait()
+            began = time.monotonic()
+            run = stack.enter_context(Run.resume(first.path))
+            run.until_said(r"^goes on after a controller that died")
+            recoveries_s.append(time.monotonic() - began)
+        assert run.wait() == 0, run.output
+        assert not first.marked(), "workers live on"
+    assert ledger_is_closed(run.output), run.output
+    counts = run.query(
+        "SELECT step, count(*), count(DISTINCT id) FROM trajectories WHERE step > 0 GROUP BY step ORDER BY step"
+    )
+    assert counts == [(number, 16, 16) for number in range(1, steps + 1)], counts
+    twice = run.query("SELECT prompt FROM trajectories GROUP BY prompt HAVING count(DISTINCT group_id) > 1")
+    assert not twice, f"prompts drawn twice: {twice}"
+    dropped = run.num_dropped()
+    assert dropped.keys() <= {"run_complete"}, dropped
+    took = statistics.median(recoveries_s)
+    return f"{len(recoveries_s)} crashes, {steps} steps once each; start to state restored {took:.2f} s (median)"
 
 
 def kill_a_rank(place: Place) -> str:
@@ -185,6 +222,7 @@ def scenarios(num_moments: int, source: random.Random) -> Iterator[tuple[str, Ca
         moment_s = source.uniform(0.0, 0.3 if after_step else 6.0)
         act = partial(interrupt_at, after_step=after_step, moment_s=moment_s)
         yield f"interrupt at a random moment, {after_step}+{moment_s:.2f}", act
+    yield "crash again and again", partial(crash_again_and_again, num_moments=num_moments)
     for moment_s in (0.2, 2.0, 9.0):
         yield "interrupt twice", partial(interrupt_twice, moment_s=moment_s)
     for act in (
@@ -198,7 +236,9 @@ def main() -> int:
     """Run the chosen scenarios, one row each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--moments", type=int, default=10, help="interrupts at random moments (default: %(default)s)")
+    parser.add_argument(
+        "--moments", type=int, default=10, help="interrupts, and crashes, at random moments (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     source, num_bad = random.Random(options.seed), 0

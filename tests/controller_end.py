@@ -25,6 +25,7 @@ class ControllerEnd:
 
     def __init__(self, config: Config = FAST) -> None:
         self.config, self.boot, self.protocol, self.refuse = config, 1, wire.PROTOCOL, ""
+        self.continues = 0
         self.session = Session(wire.ControllerEnvelope)
         self.messages: list[wire.Message] = []
         self.hellos: list[wire.Hello] = []
@@ -109,10 +110,16 @@ class ControllerEnd:
     async def _serve(self, ws: web.WebSocketResponse, hello: wire.Hello) -> None:
         config = msgspec.msgpack.encode(self.config)
         welcome = wire.Welcome(
-            protocol=self.protocol, boot=self.boot, run_id="test", received=self.session.received, config=config
+            protocol=self.protocol,
+            boot=self.boot,
+            run_id="test",
+            received=self.session.received,
+            continues=self.continues,
+            config=config,
         )
         await ws.send_bytes(self.session.unreliable(welcome))
-        resend = self.session.resend(hello.received if hello.boot in (0, self.boot) else 0)
+        is_known = hello.boot in (0, self.boot) or 0 < self.continues <= hello.boot
+        resend = self.session.resend(hello.received if is_known else 0)
         for frame in resend:
             await ws.send_bytes(frame)
         beat = asyncio.create_task(self._beat(ws))

@@ -223,6 +223,8 @@ class World(Driver):
         """Number of events after which the operator stops the run; 0 = never."""
         self.restore_each = 0
         """After so many events the core is replaced by one restored from its snapshot; 0 = never."""
+        self.controller_crashes = False
+        """Now and then the controller dies, and another goes on with its state."""
         self.disk_fills = False
         """Nothing can be written now and then."""
         self.launch = 1
@@ -313,6 +315,8 @@ class World(Driver):
         name = self.random.choice(list(state.replicas))
         if self.core.settings.trainer_restarts_max and state.trainer.ready and self.random.random() < 0.1:
             return self._lose_trainer()
+        if self.controller_crashes and self.random.random() < 0.1:
+            return self._crash_controller()
         if self.disk_fills and self.random.random() < 0.2:
             return self.send(
                 events.StorageRecovered() if state.storage_failure else events.StorageFailed(reason="full")
@@ -324,18 +328,38 @@ class World(Driver):
             self.pending.append(partial(self._wake_up, name, replica.incarnation))
             return self.report(name)
         if kind == 0 and len(state.replicas) > 1:
-            out = self.send(events.WorkerLost(worker=name, incarnation=replica.incarnation, reason="killed"))
-            if self.core.settings.restarts_max:
-                return out
-            self.incarnation += 1
-            incarnation = self.incarnation
-            self.pending.append(lambda: self.join(name, incarnation))
-            return out
+            return self._kill(name, replica.incarnation)
         if kind == 1 and name not in state.silent:
             out = self.send(events.WorkerDisconnected(worker=name, incarnation=replica.incarnation))
             self.pending.append(lambda: self.send(events.WorkerReturned(worker=name, incarnation=replica.incarnation)))
             return out
         return self.send(events.TimerFired())
+
+    def _kill(self, name: WorkerId, incarnation: int) -> list[actions.AnyAction]:
+        """A replica; another process takes its place, if the core does not see to it."""
+        if name not in self.core.state.replicas or self.core.state.replicas[name].incarnation != incarnation:
+            return []
+        out = self.send(events.WorkerLost(worker=name, incarnation=incarnation, reason="killed"))
+        if not self.core.settings.restarts_max:
+            self.incarnation += 1
+            self.pending.append(partial(self.join, name, self.incarnation))
+        return out
+
+    def _crash_controller(self) -> list[actions.AnyAction]:
+        """All workers have to come back to the next one; some died meanwhile."""
+        away_s = self.random.random() * 100.0
+        self.core = Core.restore(self.core.settings, self.core.snapshot())
+        state = self.core.state
+        out = self.send(events.ControllerRestarted(boot=state.boot + 1, away_s=away_s), after=away_s)
+        incarnations = {
+            w: r.incarnation for w, r in [*state.replicas.items(), *state.relays.items()]
+        } | state.trainer.ranks
+        for number, (worker, incarnation) in enumerate(incarnations.items()):
+            if worker in state.replicas and number and self.random.random() < 0.2:
+                self.pending.append(partial(self._kill, worker, incarnation))
+            else:
+                self.pending.append(partial(self.send, events.WorkerReturned(worker=worker, incarnation=incarnation)))
+        return out
 
     def _lose_trainer(self) -> list[actions.AnyAction]:
         trainer, launch = self.core.state.trainer, self.launch

@@ -14,8 +14,8 @@ import msgspec
 from e2e import Run
 
 from laminar import configfile
-from laminar.controller.app import settings_of
-from laminar.controller.tokens import read_segment
+from laminar.controller.coresettings import settings_of
+from laminar.controller.segments import read_segment
 from laminar.core import actions, events, versions
 from laminar.core.engine import Core
 from laminar.core.records import State

@@ -58,7 +58,7 @@ class World:
     def check_nothing_is_left(self, application: Application) -> None:
         assert application._launcher.alive == []
         assert not [p for p in psutil.process_iter() if str(self.directory) in " ".join(command_of(p))]
-        assert not paths.shm_directory(application._run_id).exists()
+        assert not paths.shm_directory(application._log.run_id).exists()
         assert not (self.run / "token").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 from e2e import MARK, QUICKSTART, Run, hosts_file, ledger_is_closed
 from e2e_replay import keep_tokens
 
-from laminar.controller.tokens import read_segment
+from laminar.controller.segments import read_segment
 from laminar.workers.rollout.text import TextCodec
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,10 +14,11 @@ import pytest
 
 from laminar import wire
 from laminar.config import Config, ControllerConfig
+from laminar.controller.channels import Channel, Channels
 from laminar.controller.effects import Effects, stalenesses
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
-from laminar.controller.server import Channel, Server
+from laminar.controller.server import Server
 from laminar.controller.tokens import TokenStore
 from laminar.core import actions, events
 from laminar.core.engine import Core
@@ -64,15 +65,16 @@ class World:
         self.log.begin_boot(1.0, 1, "here", 0)
         self.tokens = TokenStore(directory / "tokens", 1)
         self.runtime = Runtime(self.core, self.log, directory)
+        self.channels = Channels(1)
         self.server = Server(
-            token="t", boot=1, run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=5.0
+            self.channels, token="t", run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=5.0
         )
         self.stopped: list[str] = []
         self.restarted: list[str] = []
         self.alarms: list[tuple[str, str]] = []
         self.effects = Effects(
             runtime=self.runtime,
-            server=self.server,
+            channels=self.channels,
             log=self.log,
             tokens=self.tokens,
             prompts=PROMPTS,
@@ -87,7 +89,9 @@ class World:
 
     async def open(self) -> None:
         self.log.start(lambda seq: None)
-        self.server.on_message = lambda channel, message: 0
+        self.channels.acknowledge(1)  # what the tests' actions name as their cause is on disk
+        self.core.state.trainer.ranks = {RANK: 1, WorkerId("trainer-0/1"): 1}
+        self.server.on_message = lambda channel, message, number: 0
         await self.server.start("127.0.0.1", 0)
         for name, role in ((ROLLOUT, "rollout"), (RANK, "trainer"), (WorkerId("trainer-0/1"), "trainer")):
             link = Link(f"http://127.0.0.1:{self.server.port}", worker=name, role=role, token="t")
@@ -242,22 +246,22 @@ async def test_forgotten_tokens_are_gone(world: World) -> None:
 
 
 async def test_a_worker_that_is_given_up_is_fenced_and_its_process_stopped(world: World) -> None:
-    channel: Channel = next(c for c in world.server.channels() if c.worker == ROLLOUT)
+    channel: Channel = next(c for c in world.channels.all() if c.worker == ROLLOUT)
     world.effects.perform(
         actions.StopWorker(cause=1, worker=ROLLOUT, incarnation=channel.incarnation, reason="it hung")
     )
     assert await world.received(ROLLOUT) == wire.Stop(reason="it hung")
     assert world.stopped == [ROLLOUT]
-    assert world.server.workers("rollout") == []
+    assert world.channels.workers("rollout") == []
 
 
 async def test_a_drained_worker_is_fenced_and_ends_by_itself(world: World) -> None:
-    channel: Channel = next(c for c in world.server.channels() if c.worker == ROLLOUT)
+    channel: Channel = next(c for c in world.channels.all() if c.worker == ROLLOUT)
     world.effects.perform(
         actions.StopWorker(cause=1, worker=ROLLOUT, incarnation=channel.incarnation, reason="drained", lost=False)
     )
     assert await world.received(ROLLOUT) == wire.Stop(reason="drained")
-    assert world.server.workers("rollout") == []
+    assert world.channels.workers("rollout") == []
     assert (world.stopped, world.alarms) == ([], [])
 
 

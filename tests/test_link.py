@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -271,6 +272,42 @@ async def test_a_new_controller_that_restored_its_log_gets_only_the_rest(end: Co
         await end.start()
         await end.until(lambda: len(end.messages) == 3)
         assert steps(end.messages) == [1, 2, 3]
+
+
+async def test_a_controller_that_goes_on_with_the_sessions_keeps_the_numbers_of_both_directions(
+    end: ControllerEnd,
+) -> None:
+    async with linked(end) as link:
+        for step in (1, 2):
+            link.send(lost(step))
+        await end.until(lambda: len(end.messages) == 2)
+        await end.send(wire.Publish(version=Version(1, 0)))
+        await received(link)
+        await end.stop()
+        link.send(lost(3))
+        end.boot, end.continues = 2, 1
+        await end.start()
+        await end.until(lambda: len(end.messages) == 3)
+        await end.send(wire.Publish(version=Version(2, 0)))
+        assert steps([await received(link)]) == [2]
+        assert steps(end.messages) == [1, 2, 3]
+        assert (end.hellos[-1].boot, end.hellos[-1].received) == (1, 1)
+
+
+async def test_a_link_finds_its_controller_where_the_run_directory_says_that_it_is_now(
+    end: ControllerEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous = tmp_path / "url"
+    monkeypatch.setenv(wire.RENDEZVOUS_VARIABLE, str(rendezvous))
+    async with controller_end() as elsewhere, linked(end) as link:
+        elsewhere.boot = 2
+        link.send(lost(1))
+        await end.until(lambda: len(end.messages) == 1)
+        await end.stop()
+        rendezvous.write_text(elsewhere.url)
+        link.send(lost(2))
+        await elsewhere.until(lambda: 2 in steps(elsewhere.messages))
+        assert link.url == elsewhere.url
 
 
 async def test_receive_after_close_raises(end: ControllerEnd) -> None:

@@ -1,6 +1,7 @@
 """The run's directory: names, what is taken, what can be resumed, the token."""
 
 import os
+import sqlite3
 import stat
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from laminar import configfile
 from laminar.config import Config, ModelConfig, RunConfig, TaskConfig
 from laminar.controller import rundir
+from laminar.controller.eventlog import EventLog
 from laminar.controller.rundir import RunDirectory
 from laminar.errors import ConfigError, StartError
 
@@ -90,9 +92,31 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
             rundir.reopen(path)
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no complete checkpoint to resume from"):
-        rundir.reopen(resumable(tmp_path, "step-1.partial").path)
+def test_a_checkpoint_that_was_not_written_to_the_end_is_none(tmp_path: Path) -> None:
+    assert rundir.reopen(resumable(tmp_path, "step-1.partial").path).last_checkpoint() is None
+
+
+def boots(run: rundir.RunDirectory, *, outcome: str, snapshot: bool) -> None:
+    log = EventLog(run.database, 0.01)
+    log.begin_boot(1.0, 1, "here", 0)
+    if snapshot:
+        log.snapshot(1, b"state")
+    log._commit(sqlite3.connect(run.database))
+    if outcome:
+        log.write("UPDATE boots SET outcome = ? WHERE boot = ?", (outcome, log._boot))
+        log._commit(sqlite3.connect(run.database))
+    log.close()
+
+
+def test_a_run_is_interrupted_when_its_last_controller_said_nothing_and_left_a_state(tmp_path: Path) -> None:
+    run = rundir.create(config(tmp_path, "mine"), "")
+    assert not run.is_interrupted
+    boots(run, outcome="", snapshot=False)
+    assert not run.is_interrupted
+    boots(run, outcome="", snapshot=True)
+    assert run.is_interrupted
+    boots(run, outcome="completed", snapshot=True)
+    assert not run.is_interrupted
 
 
 def test_the_latest_run_is_the_one_touched_last(tmp_path: Path) -> None:

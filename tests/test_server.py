@@ -14,9 +14,11 @@ from aiohttp import WSMsgType
 from laminar import wire
 from laminar.channel import Session
 from laminar.config import Config, ControllerConfig
+from laminar.controller import channels
 from laminar.controller import server as server_module
+from laminar.controller.channels import Channel, Channels
 from laminar.controller.eventlog import EventLog
-from laminar.controller.server import Channel, Server
+from laminar.controller.server import Server
 from laminar.controller.tokens import TokenStore
 from laminar.errors import StartError
 from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
@@ -33,8 +35,9 @@ class World:
     """A server that hears; every message becomes the next event, durable when the test says so."""
 
     def __init__(self, timeout_s: float = 5.0) -> None:
+        self.channels = Channels(BOOT)
         self.server = Server(
-            token=TOKEN, boot=BOOT, run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=timeout_s
+            self.channels, token=TOKEN, run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=timeout_s
         )
         self.heard: list[tuple[str, wire.Message]] = []
         self.broken: list[tuple[str, int]] = []
@@ -49,7 +52,7 @@ class World:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
 
-    def _on_message(self, channel: Channel, message: wire.Message) -> int:
+    def _on_message(self, channel: Channel, message: wire.Message, number: int) -> int:
         self._note(self.heard, (channel.worker, message))
         return len(self.heard)
 
@@ -236,8 +239,8 @@ async def test_a_worker_is_welcomed_with_the_boot_number_and_the_configuration(w
         assert isinstance(answer, wire.Welcome)
         assert (answer.protocol, answer.boot, answer.run_id, answer.received) == (wire.PROTOCOL, BOOT, "test", 0)
         assert msgspec.msgpack.decode(answer.config, type=Config) == CONFIG
-        assert world.server.workers("rollout") == ["rollout-0"]
-        assert world.server.workers("trainer") == []
+        assert world.channels.workers("rollout") == ["rollout-0"]
+        assert world.channels.workers("trainer") == []
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ async def test_a_worker_is_welcomed_with_the_boot_number_and_the_configuration(w
 async def test_a_worker_that_does_not_fit_is_refused_with_the_reason(
     world: World, changes: dict[str, object], reason: str
 ) -> None:
-    world.server.fence(WorkerId("rollout-0"), 5, "it hung")
+    world.channels.fence(WorkerId("rollout-0"), 5, "it hung")
     async with dialled(world) as newer, dialled(world) as peer:
         await newer.greet(hello(worker=WorkerId("rollout-1")))
         answer = (await peer.greet(hello(**changes))).message
@@ -282,7 +285,7 @@ async def test_a_peer_that_says_nothing_is_hung_up_on(world: World, monkeypatch:
     monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.05)
     async with dialled(world) as peer:
         await peer.end()
-    assert world.server.channels() == []
+    assert world.channels.all() == []
 
 
 async def test_a_peer_that_leaves_before_its_hello_does_no_harm(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -303,7 +306,7 @@ async def test_messages_arrive_in_order_both_ways(world: World) -> None:
     async with linked(world) as link:
         for step in range(100):
             link.send(lost(step))
-            world.server.send(WorkerId("rollout-0"), wire.Publish(version=Version(step, 0)))
+            world.channels.send(WorkerId("rollout-0"), wire.Publish(version=Version(step, 0)), 0)
         assert [(await received(link)).version.step for _ in range(100)] == list(range(100))
         await world.until(lambda: world.steps() == list(range(100)))
 
@@ -316,11 +319,11 @@ async def test_a_frame_is_acknowledged_only_when_its_event_is_durable(world: Wor
         await world.until(lambda: len(world.heard) == 3)
         for _ in range(4):
             assert (await peer.next()).received == 0, "acknowledged before anything was on disk"
-        world.server.acknowledge(2)
+        world.channels.acknowledge(2)
         await peer.acknowledged(2)
         for _ in range(4):
             assert (await peer.next()).received == 2
-        world.server.acknowledge(3)
+        world.channels.acknowledge(3)
         await peer.acknowledged(3)
 
 
@@ -328,19 +331,19 @@ async def test_many_frames_are_acknowledged_without_waiting_for_a_heartbeat(worl
     world.server._heartbeat_s = 3600.0
     async with dialled(world) as peer:
         await peer.greet(hello())
-        for step in range(server_module.ACKNOWLEDGE_EVERY):
+        for step in range(channels.ACKNOWLEDGE_EVERY):
             await peer.say(lost(step))
-        await world.until(lambda: len(world.heard) == server_module.ACKNOWLEDGE_EVERY)
-        world.server.acknowledge(len(world.heard))
-        await peer.acknowledged(server_module.ACKNOWLEDGE_EVERY)
+        await world.until(lambda: len(world.heard) == channels.ACKNOWLEDGE_EVERY)
+        world.channels.acknowledge(len(world.heard))
+        await peer.acknowledged(channels.ACKNOWLEDGE_EVERY)
 
 
 async def test_a_link_forgets_its_frames_when_a_real_log_has_them(world: World, tmp_path: Path) -> None:
     log = EventLog(tmp_path / "run.db", 0.005)
     log.begin_boot(1.0, 1, "here", 0)
 
-    def on_message(channel: Channel, message: wire.Message) -> int:
-        seq = world._on_message(channel, message)
+    def on_message(channel: Channel, message: wire.Message, number: int) -> int:
+        seq = world._on_message(channel, message, number)
         log.append(seq, 0.0, type(message).__name__, b"")
         return seq
 
@@ -350,7 +353,7 @@ async def test_a_link_forgets_its_frames_when_a_real_log_has_them(world: World, 
             link.send(lost(step))
         await world.until(lambda: len(world.heard) == 10)
         assert link.pending_bytes > 0
-        log.start(world.server.acknowledge)
+        log.start(world.channels.acknowledge)
         async with asyncio.timeout(60):
             while link.pending_bytes:  # noqa: ASYNC110 - a link has no event for it
                 await asyncio.sleep(0.01)
@@ -363,7 +366,7 @@ async def test_an_unnumbered_frame_cannot_turn_acknowledgements_back(world: Worl
         await peer.say(lost(1))
         await peer.ws.send_bytes(peer.session.unreliable(lost(2)))
         await world.until(lambda: len(world.heard) == 2)
-        world.server.acknowledge(2)
+        world.channels.acknowledge(2)
         await peer.acknowledged(1)
         assert (await peer.next()).received == 1
 
@@ -429,7 +432,7 @@ async def test_a_goodbye_is_no_broken_connection(world: World) -> None:
     async with linked(world) as link:
         link.send(lost(1))
     await world.until(lambda: len(world.heard) == 2)
-    assert world.server.workers("rollout") == []
+    assert world.channels.workers("rollout") == []
     async with linked(world, "rollout-1"):
         pass
     assert world.broken == []
@@ -440,15 +443,15 @@ async def test_frames_are_sent_again_after_a_reconnect_in_order_and_only_those_n
     async with dialled(world) as peer:
         await peer.greet(hello())
         for step in (1, 2):
-            world.server.send(name, wire.Publish(version=Version(step, 0)))
+            world.channels.send(name, wire.Publish(version=Version(step, 0)), 0)
         assert [(await peer.message())[0] for _ in range(2)] == [1, 2]
         peer.cut()
         await world.until(lambda: bool(world.broken))
     for step in (3, 4):
-        world.server.send(name, wire.Publish(version=Version(step, 0)))
+        world.channels.send(name, wire.Publish(version=Version(step, 0)), 0)
     async with dialled(world) as peer:
         await peer.greet(hello(boot=BOOT, received=1))
-        world.server.send(name, wire.Publish(version=Version(5, 0)))
+        world.channels.send(name, wire.Publish(version=Version(5, 0)), 0)
         assert [(await peer.message())[0] for _ in range(4)] == [2, 3, 4, 5]
 
 
@@ -456,7 +459,7 @@ async def test_what_a_worker_received_from_another_boot_says_nothing_about_our_f
     name = WorkerId("rollout-0")
     async with dialled(world) as peer:
         await peer.greet(hello(boot=BOOT - 1, received=500))
-        world.server.send(name, wire.Publish(version=Version(1, 0)))
+        world.channels.send(name, wire.Publish(version=Version(1, 0)), 0)
         await world.until(lambda: True)
         peer.cut()  # before it could note the new boot
         await world.until(lambda: bool(world.broken))
@@ -491,12 +494,12 @@ async def test_the_newer_connection_of_a_process_takes_over_and_the_old_one_is_n
     async with dialled(world) as old, dialled(world) as new:
         await old.greet(hello())
         await new.greet(hello(boot=BOOT))
-        world.server.send(name, wire.Publish(version=Version(1, 0)))
+        world.channels.send(name, wire.Publish(version=Version(1, 0)), 0)
         assert await new.message() == (1, wire.Publish(version=Version(1, 0)))
         old.cut()
         await new.say(lost(1))
         await world.until(lambda: world.steps() == [1])
-        world.server.send(name, wire.Publish(version=Version(2, 0)))
+        world.channels.send(name, wire.Publish(version=Version(2, 0)), 0)
         assert (await new.message())[0] == 2
     assert world.broken in ([], [("rollout-0", 10)])  # at most that of the new one, when it left
 
@@ -505,13 +508,13 @@ async def test_a_newer_process_replaces_an_older_one_whose_connection_is_gone(wo
     name = WorkerId("rollout-0")
     async with dialled(world) as old:
         await old.greet(hello())
-        world.server.send(name, wire.Publish(version=Version(1, 0)))
+        world.channels.send(name, wire.Publish(version=Version(1, 0)), 0)
         assert (await old.message())[0] == 1
         old.cut()
         await world.until(lambda: world.broken == [("rollout-0", 10)])
     async with dialled(world) as new:
         await new.greet(hello(incarnation=11))
-        world.server.send(name, wire.Publish(version=Version(2, 0)))
+        world.channels.send(name, wire.Publish(version=Version(2, 0)), 0)
         assert await new.message() == (1, wire.Publish(version=Version(2, 0))), "a fresh session begins with 1"
         await new.say(lost(1))
         await world.until(lambda: world.steps() == [1])
@@ -533,11 +536,11 @@ async def test_a_process_under_the_name_of_a_living_one_is_refused(world: World)
 async def test_a_fenced_worker_is_told_to_stop_and_refused_afterwards(world: World) -> None:
     link = Link(world.url, worker="rollout-0", role="rollout", token=TOKEN)
     await asyncio.wait_for(link.connect(), 60)
-    channel = world.server.channels()[0]
-    world.server.fence(channel.worker, channel.incarnation, "its pull did not end")
+    channel = world.channels.all()[0]
+    world.channels.fence(channel.worker, channel.incarnation, "its pull did not end")
     assert await received(link) == wire.Stop(reason="its pull did not end")
-    assert world.server.workers("rollout") == []
-    world.server.send(channel.worker, wire.Publish(version=Version(1, 0)))  # to nobody: logged, no error
+    assert world.channels.workers("rollout") == []
+    world.channels.send(channel.worker, wire.Publish(version=Version(1, 0)), 0)  # to nobody: logged, no error
     channel.transport.abort()
     with pytest.raises(LinkRefused, match="its pull did not end"):
         await received(link)
@@ -568,23 +571,22 @@ async def test_a_peer_that_reads_nothing_is_reported_broken_and_does_not_hold_up
         peer.ws._response.connection.transport.pause_reading()
         for step in range(40):
             detail = wire.Prompt(prompt=0, text="x" * 1_000_000)  # type: ignore[arg-type]
-            world.server.send(
-                WorkerId("rollout-0"), wire.Evaluate(evaluation=step, version=Version(0, 0), prompts=[detail])
-            )
+            message = wire.Evaluate(evaluation=step, version=Version(0, 0), prompts=[detail])
+            world.channels.send(WorkerId("rollout-0"), message, 0)
         await world.until(lambda: world.broken == [("rollout-0", 10)])
         await asyncio.wait_for(world.server.close(), 60)
         peer.cut()
 
 
 async def test_a_queue_that_is_full_breaks_the_connection_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "OUTGOING_FRAMES_MAX", 50)
+    monkeypatch.setattr(channels, "OUTGOING_FRAMES_MAX", 50)
     world = World()
     await world.server.start("127.0.0.1", 0)
     async with linked(world) as link:
         for step in range(400):  # in one go: the sender has no turn
-            world.server.send(WorkerId("rollout-0"), wire.Publish(version=Version(step, 0)))
+            world.channels.send(WorkerId("rollout-0"), wire.Publish(version=Version(step, 0)), 0)
         await world.until(lambda: bool(world.broken))
-        monkeypatch.setattr(server_module, "OUTGOING_FRAMES_MAX", 10_000)
+        monkeypatch.setattr(channels, "OUTGOING_FRAMES_MAX", 10_000)
         assert [(await received(link)).version.step for _ in range(400)] == list(range(400))
     await world.server.close()
 
@@ -599,7 +601,7 @@ async def test_sixty_four_channels_keep_their_order_while_some_of_them_break(wor
         for step in range(20):
             for link in links:
                 link.send(lost(step))
-            channel = world.server.channels()[3 * step]
+            channel = world.channels.all()[3 * step]
             if channel.transport is not None:
                 channel.transport.abort()
             await asyncio.sleep(0)

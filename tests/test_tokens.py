@@ -8,7 +8,8 @@ import pytest
 
 from laminar import wire
 from laminar.controller import tokens
-from laminar.controller.tokens import Entry, TokenStore, read_segment
+from laminar.controller.segments import Entry, read_segment
+from laminar.controller.tokens import TokenStore
 from laminar.errors import ProtocolError
 from laminar.ids import GroupId, TrajectoryId
 

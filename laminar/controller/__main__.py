@@ -70,7 +70,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="RUN_DIR",
         nargs="?",
         const="",
-        help="go on with a run from its last checkpoint (default: the latest run); its own hosts and configuration are used",
+        help="go on with a run (default: the latest): where its controller died, if it did, else from its last checkpoint; its own "
+        "hosts and configuration are used",
+    )
+    parser.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="with --resume: from the last checkpoint, also if the controller died",
     )
     parser.add_argument("--version", action="version", version=f"laminar {__version__}")
     parser.add_argument(
@@ -89,6 +95,11 @@ def _run(options: argparse.Namespace) -> int:
         run = rundir.reopen(Path(options.resume) if options.resume else rundir.latest(Path("runs")))
     elif options.cluster is None:
         raise ConfigError("name a hosts file with --cluster (or a run with --resume); --help shows examples")
+    elif options.from_checkpoint:
+        raise ConfigError("--from-checkpoint says how to --resume a run; name one")
+    continues = run is not None and not options.from_checkpoint and run.is_interrupted
+    if run is not None:
+        _check_resume(options, run, continues)
     overrides = list(options.overrides)
     if options.sampler:
         overrides.append(f"buffer.sampler={msgspec.json.encode(options.sampler).decode()}")
@@ -98,7 +109,19 @@ def _run(options: argparse.Namespace) -> int:
     resume = run.last_checkpoint() if run else None
     if options.dry_run:
         return _show(config, machines, resume)
-    return _start(config, machines, hosts_file.read_text(), run)
+    return _start(config, machines, hosts_file.read_text(), run, continues)
+
+
+def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continues: bool) -> None:
+    """Raises ConfigError for a run that cannot be resumed, or not so."""
+    changed = [*options.overrides, *(options.sampler or "").split(), *filter(None, [options.config, options.cluster])]
+    if continues and changed:
+        raise ConfigError(
+            f"the controller of {run.path} died and its workers may be alive: the run goes on as it was, without {changed[0]}. "
+            "Resume it as it is, stop it with Ctrl-C and resume it with changes, or add --from-checkpoint"
+        )
+    if not continues and run.last_checkpoint() is None:
+        raise ConfigError(f"{run.path} has no complete checkpoint to resume from; start a new run")
 
 
 def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> int:
@@ -109,7 +132,9 @@ def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> in
     return 0
 
 
-def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "rundir.RunDirectory | None") -> int:
+def _start(
+    config: Config, machines: list[hosts.Host], hosts_text: str, run: rundir.RunDirectory | None, continues: bool
+) -> int:
     from laminar.controller.app import Application
     from laminar.tasks import datasets
 
@@ -121,7 +146,13 @@ def _start(config: Config, machines: list[hosts.Host], hosts_text: str, run: "ru
 
     async def go() -> int:
         application = Application(
-            config=config, hosts=machines, run=directory, prompts=prompts, sampler=sampler, resume=resume
+            config=config,
+            hosts=machines,
+            run=directory,
+            prompts=prompts,
+            sampler=sampler,
+            resume=resume,
+            continues=continues,
         )
         return await application.run()
 

@@ -19,23 +19,27 @@ import structlog
 
 from laminar import wire
 from laminar.config import Config
+from laminar.controller import recovery
+from laminar.controller.channels import Channels
+from laminar.controller.coresettings import settings_of
 from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
+from laminar.controller.intake import Intake, indent
 from laminar.controller.launch import Launcher, root_cause
 from laminar.controller.plan import Process, addresses_of, going_on_from, plan, url_of
-from laminar.controller.rundir import RunDirectory, complete_checkpoints, write_token, write_url
+from laminar.controller.rundir import RunDirectory, complete_checkpoints, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
-from laminar.controller.server import Channel, Server
+from laminar.controller.segments import Past
+from laminar.controller.server import Server
 from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events, fleet
+from laminar.core import actions, events, fleet, outage
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
-from laminar.core.settings import Settings
-from laminar.errors import ProtocolError, StartError
+from laminar.errors import StartError
 from laminar.hosts import Host, is_local
 from laminar.ids import WorkerId
 from laminar.tasks.datasets import PromptSet
@@ -45,55 +49,12 @@ logger = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25  # of the live panel
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-DROPS_MIN = 64  # groups in a row: chance alone does not drop so many; an outage may drop all that are under way at once
-
-
-def settings_of(config: Config, prompts: PromptSet) -> Settings:
-    """What the core needs of the configuration."""
-    return Settings(
-        seed=config.run.seed,
-        num_prompts=len(prompts),
-        shuffle=config.task.shuffle,
-        steps=config.run.steps,
-        group_size=config.rollout.group_size,
-        trajectory_tokens_max=config.rollout.max_tokens,
-        batch_groups=config.trainer.batch_prompts,
-        local_batch_groups=config.local_batch_groups,
-        buffer_groups_max=config.buffer_groups_max,
-        refresh_policy=config.rollout.refresh_policy,
-        draining_share=config.rollout.draining_share,
-        staleness_budget=config.rollout.staleness_budget,
-        ready_groups_max=config.buffer.max_ready_groups,
-        pinned=bool(config.task.agent),
-        repack_interval_s=config.repack.interval_s if config.repack.enabled else 0.0,
-        repack_kv_share=config.repack.kv_share,
-        repack_policy=config.repack.policy,
-        repack_requests_max=config.repack.requests_max,
-        await_publication_s=config.rollout.await_publication_s,
-        progress_timeout_s=config.rollout.progress_timeout_s,
-        restarts_max=config.rollout.restarts,
-        trainer_restarts_max=config.trainer.restarts,
-        relay_restarts_max=config.relay.restarts,
-        max_staleness=config.buffer.max_staleness if config.buffer.max_staleness >= 0 else None,
-        on_stale=config.buffer.on_stale,
-        num_retries=config.rollout.num_retries,
-        on_incomplete=config.buffer.on_incomplete,
-        min_group_size=config.buffer.min_group_size,
-        stragglers=config.buffer.stragglers,
-        straggler_factor=config.buffer.straggler_factor,
-        group_versions=config.buffer.group_versions,
-        custom_sampler=config.buffer.sampler != "fifo",
-        on_sampler_error=config.buffer.on_sampler_error,
-        sampler_budget_ms=config.buffer.sampler_budget_ms,
-        checkpoint_every=config.trainer.checkpoint_every,
-        evaluate=bool(prompts.held_out),
-        drops_without_progress_max=max(DROPS_MIN, config.buffer_groups_max),
-        reconnect_grace_s=config.controller.heartbeat_timeout_s,
-    )
 
 
 class Application:
-    """A run of this process."""
+    """A run of this process. `resume`: checkpoint from which a trainer without a newer one goes on. `continues`: the run's last
+    controller died, and this one takes its place.
+    """
 
     def __init__(
         self,
@@ -104,14 +65,14 @@ class Application:
         prompts: PromptSet,
         sampler: Sampler | None,
         resume: Path | None,
+        continues: bool = False,
     ) -> None:
         self._config, self._hosts, self._run, self._prompts = config, hosts, run, prompts
         self._sampler, self._resume = sampler, resume
+        self._history = recovery.read(run.database) if continues else None
         self._began = time.monotonic()
         self._interrupts = 0
-        self._joined: set[str] = set()
         self._processes: dict[str, Process] = {}
-        self._failures_told: set[str] = set()
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -122,12 +83,13 @@ class Application:
             self._open(core)
         except OSError as error:
             raise StartError(f"cannot write the run's directory {self._run.path}: {error}") from error
-        outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
+        self._outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
         try:
             await self._start()
-            outcome = await self._wait()
+            self._outcome = await self._wait()
         finally:
             await self._close()
+        outcome = self._outcome
         self._display.say(summarize(self._run.path, core.state, time.monotonic() - self._began))
         if outcome.ok and self._log.failure is not None:
             outcome = self._unwritable()
@@ -139,6 +101,8 @@ class Application:
 
     def _core(self) -> Core:
         settings = settings_of(self._config, self._prompts)
+        if self._history is not None:
+            return Core.restore(settings, self._history.snapshot.core)
         if self._resume is None:
             return Core(settings)
         file = self._resume / "data_state.bin"
@@ -151,25 +115,30 @@ class Application:
         config, run = self._config, self._run
         self._log = EventLog(run.database, config.controller.log_commit_s, lambda: self._tokens.sync())
         resumed = core.state.trainer.step
-        self._boot = self._log.begin_boot(time.time(), os.getpid(), socket.gethostname(), resumed)
-        self._run_id = f"{re.sub('[^A-Za-z0-9_]', '_', run.name[:40])}-{os.getpid()}-{self._boot}"
+        continues = self._history is not None
+        self._boot = self._log.begin_boot(
+            time.time(), os.getpid(), socket.gethostname(), resumed, run_id=self._run_id_of, continues=continues
+        )
+        past = Past(run.tokens)
         self._tokens = TokenStore(run.tokens, self._boot)
         self._runtime = Runtime(core, self._log, run.logs)
-        token = write_token(run)
+        token = last_token(run) if continues else write_token(run)
+        self._channels = Channels(self._boot, self._log.continues if continues else 0)
         self._server = Server(
+            self._channels,
             token=token,
-            boot=self._boot,
-            run_id=self._run_id,
+            run_id=self._log.run_id,
             config=wire.encode(config),
             heartbeat_s=config.controller.heartbeat_s,
             timeout_s=config.controller.heartbeat_timeout_s,
         )
-        self._launcher = Launcher(run.logs, token, self._on_exit)
+        rendezvous = {wire.RENDEZVOUS_VARIABLE: str(run.url)}
+        self._launcher = Launcher(run.logs, token, self._on_exit, rendezvous)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(
             runtime=self._runtime,
-            server=self._server,
+            channels=self._channels,
             log=self._log,
             tokens=self._tokens,
             prompts=self._prompts,
@@ -180,7 +149,15 @@ class Application:
             start_process=lambda worker: self._runtime.own(self._start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
         )
+        self._intake = Intake(self._runtime, self._log, self._tokens, self._telemetry, self._effects.perform)
         self._connect()
+        if self._history is not None:
+            recovery.replay(self._history, core, self._channels, self._effects, past)
+            self._log.durable = core.state.seq
+        self._tokens.adopt(past, core.state.trajectories.values())
+
+    def _run_id_of(self, boot: int) -> str:
+        return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"
 
     def _make_display(self) -> Display:
         wanted, steps = self._config.controller.console, self._config.run.steps
@@ -190,7 +167,9 @@ class Application:
     def _connect(self) -> None:
         self._runtime.perform = self._effects.perform
         self._runtime.observe = self._observe
-        self._server.on_message = self._on_message
+        self._runtime.settled = self._keep
+        self._channels.hurry = self._log.hurry
+        self._server.on_message = self._intake.on_message
         self._server.on_broken = lambda c: self._post(
             events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
         )
@@ -203,20 +182,58 @@ class Application:
 
     async def _start(self) -> None:
         config = self._config
-        self._log.start(self._server.acknowledge)
+        self._log.start(self._channels.acknowledge)
         self._runtime.start()
-        await self._server.start(config.controller.host, config.controller.port)
-        url = url_of(config.controller.host, self._server.port)
-        write_url(self._run, url)
-        self._runtime.post(events.RunStarted(boot=self._boot, branch_floor=self._boot - 1 if self._resume else 0))
+        url = await self._listen()
+        self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         processes = plan(config, self._hosts, url, self._resume)
         self._display.say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
         self._processes = {process.name: process for process in processes}
-        for process in processes:
+        for process in self._adopt() if self._history is not None else processes:
             await self._launcher.start(process)
+
+    async def _listen(self) -> str:
+        """The URL: where the controller before this one listened, if that can be had, so that its workers find it."""
+        host, port = self._config.controller.host, self._config.controller.port
+        known = last_port(self._run) if self._history is not None and not port else port
+        try:
+            await self._server.start(host, known)
+        except StartError:
+            if known == port:
+                raise
+            await self._server.start(host, port)
+        url = url_of(host, self._server.port)
+        write_url(self._run, url)
+        return url
+
+    def _first_event(self) -> events.AnyEvent:
+        if self._history is None:
+            return events.RunStarted(boot=self._boot, branch_floor=self._boot - 1 if self._resume else 0)
+        away_s = max(0.0, self._runtime.now() - self._history.died_at)
+        self._display.say(
+            f"goes on after a controller that died {away_s:.0f} s ago, at step {self._runtime.core.state.trainer.step}; "
+            f"{len(self._history.events)} events replayed; its workers have "
+            f"{self._config.controller.heartbeat_timeout_s:g} s to come back"
+        )
+        return events.ControllerRestarted(boot=self._boot, away_s=away_s)
+
+    def _adopt(self) -> list[Process]:
+        """Take over the processes that live; those that have to be started, because they do not."""
+        state, to_start = self._runtime.core.state, []
+        alive = self._launcher.adopt()
+        for name, process in self._processes.items():
+            self._intake.joined.update(outage.workers_of(state, name))
+            what = "nothing" if name in alive else outage.what_to_do(state, name)
+            if what == "start":
+                to_start.append(process)
+            elif what == "lost":
+                for worker, incarnation in outage.workers_of(state, name).items():
+                    reason = "its process ended while no controller watched it"
+                    self._post(events.WorkerLost(worker=worker, incarnation=incarnation, reason=reason))
+        return to_start
 
     async def _start_again(self, worker: WorkerId) -> None:
         process = self._processes.get(worker)
@@ -265,59 +282,15 @@ class Application:
             timeout_s = self._config.controller.start_timeout_s
             self._post(
                 events.FailureReported(
-                    reason=f"{missing[0]} did not join within {timeout_s:g} s; its last lines:\n{_indent(lines)}"
+                    reason=f"{missing[0]} did not join within {timeout_s:g} s; its last lines:\n{indent(lines)}"
                 )
             )
 
     def _has_joined(self, name: str, count: int) -> bool:
-        return _count(self._joined, name) >= count
+        return _count(self._intake.joined, name) >= count
 
     def _post(self, event: events.AnyEvent) -> int:
         return self._runtime.post(event)
-
-    def _on_message(self, channel: Channel, message: wire.Message) -> int:
-        try:
-            return self._take(channel, message)
-        except ProtocolError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a bug of the controller must end the run, not one channel
-            self._runtime.crash(error)
-            return self._runtime.seq
-
-    def _take(self, channel: Channel, message: wire.Message) -> int:
-        self._joined.add(channel.worker)
-        self._telemetry.on_message(channel.worker, message)
-        if isinstance(message, wire.RolloutReport):
-            self._take_tokens(message)
-            self._tell_failures(message)
-        elif isinstance(message, wire.RelayReady) and message.chain_port:
-            self._effects.relay_addresses[channel.worker] = wire.Neighbour(
-                name=channel.worker, host=channel.origin.host, port=message.chain_port
-            )
-        elif isinstance(message, wire.WorkerFailed) and message.detail:
-            logger.error("worker.failed", worker=channel.worker, reason=message.reason, detail=message.detail)
-        event = channel.origin.to_event(message)
-        return self._runtime.seq if event is None else self._post(event)
-
-    def _take_tokens(self, report: wire.RolloutReport) -> None:
-        for prompt in report.prompts:
-            if prompt.trajectory:
-                self._tokens.put_own_prompt(prompt.trajectory, prompt.attempt, prompt.tokens)
-            else:
-                self._tokens.put_prompt(prompt.group, prompt.tokens)
-        self._tokens.take(report)
-
-    def _tell_failures(self, report: wire.RolloutReport) -> None:
-        """The first failure of each kind, with what the user's code said; the ledger counts the others."""
-        for failed in report.failed:
-            if failed.reason not in self._failures_told:
-                self._failures_told.add(failed.reason)
-                cause, traceback = (failed.detail.strip().splitlines() or ["no details"])[-1], ""
-                if cause != failed.detail.strip():
-                    traceback = "\n" + _indent(failed.detail)
-                follows = "will be tried again" if failed.kind == "infra" else "will not be trained on"
-                text = f"a trajectory {follows} (told once of each kind): {cause}{traceback}"
-                self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=failed.reason, text=text))
 
     def _observe(self, event: events.AnyEvent) -> None:
         self._telemetry.observe(event)
@@ -325,16 +298,24 @@ class Application:
             self._display.on_step()
         elif isinstance(event, events.CheckpointSaved):
             self._effects.on_checkpoint_saved(event.step)
+        elif isinstance(event, events.RelayJoined):
+            self._effects.on_relay_joined(event)
         elif isinstance(event, events.EvaluationFinished):
             text = f"greedy accuracy {event.accuracy:.3f}, mean reward {event.score:.3f}"
             self._display.say(f"{text} on {event.num_prompts} held-out prompts")
 
-    def _on_exit(self, name: str, code: int, last_lines: str) -> None:
-        workers = [c for c in self._server.channels() if c.worker == name or c.worker.startswith(f"{name}/")]
-        ending = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    def _keep(self, event: events.AnyEvent) -> None:
+        """A controller that takes over replays what came after this."""
+        if isinstance(event, events.StepFinished | events.RunStarted | events.ControllerRestarted):
+            body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
+            self._log.snapshot(event.seq, body)
+
+    def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
+        workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]
+        ending = _ending(code)
         rank, last_lines = root_cause(last_lines)
         ending += f" because rank {rank}" if rank else ""
-        reason = f"{ending}; its last lines:\n{_indent(last_lines)}" if last_lines else f"{ending} without a word"
+        reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
         for channel in workers:
             self._post(events.WorkerLost(worker=channel.worker, incarnation=channel.incarnation, reason=reason))
         if not workers:
@@ -363,16 +344,16 @@ class Application:
 
     async def _close(self) -> None:
         for role in ("rollout", "trainer", "relay"):
-            for worker in self._server.workers(role):
-                self._server.send(worker, wire.Stop(reason="the run is over"))
-        connected = {channel.worker for channel in self._server.channels()}
+            for worker in self._channels.workers(role):
+                self._channels.stop(worker, "the run is over")
+        connected = {channel.worker for channel in self._channels.all()}
         await self._launcher.stop(
             {name for name, p in self._processes.items() if _count(connected, name) >= p.num_workers}
         )
         await self._runtime.close()
         await self._server.close()
         self._leave_nothing()
-        self._log.close()
+        self._log.close(outcome=self._outcome.reason)
         for part in (self._tokens, self._telemetry):
             with contextlib.suppress(OSError):  # a full disk; the log has the error already
                 part.close()
@@ -382,7 +363,7 @@ class Application:
         addresses = addresses_of(self._hosts)
         for host in addresses if len(addresses) > 1 else [""]:
             if is_local(host) or not host:
-                paths.remove(paths.shm_directory(self._run_id, host=host))
+                paths.remove(paths.shm_directory(self._log.run_id, host=host))
         self._run.token.unlink(missing_ok=True)
 
 
@@ -390,5 +371,7 @@ def _count(workers: set[WorkerId] | set[str], process: str) -> int:
     return sum(worker == process or worker.startswith(f"{process}/") for worker in workers)
 
 
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -1,29 +1,30 @@
 """From core actions to the outside: messages to workers, rows to the database, the custom sampler's turn.
 
 Every long action becomes one message on the worker's ordered channel, which is resent after a reconnect; its terminal event is
-the worker's answer, or `WorkerLost` when there is none to be had. So nothing here waits.
+the worker's answer, or `WorkerLost` when there is none to be had. So nothing here waits. A controller that goes on from the log has
+the actions of the one before performed again by `replay`: the same messages in the same order, of which a worker gets those that it
+has not received.
 """
 
 import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 
 from laminar import wire
+from laminar.controller.channels import Channels
 from laminar.controller.eventlog import EventLog
 from laminar.controller.rundir import complete_checkpoints
 from laminar.controller.runtime import Runtime
-from laminar.controller.server import Server
-from laminar.controller.tokens import TokenStore
-from laminar.core import actions, versions
+from laminar.core import actions, events, versions
 from laminar.core.records import Trajectory
 from laminar.core.sampling import Sampler
-from laminar.ids import WorkerId
+from laminar.ids import GroupId, TrajectoryId, WorkerId
 from laminar.samplers import GuardedSampler
 
 logger = structlog.get_logger(__name__)
@@ -40,6 +41,28 @@ class Prompts(Protocol):
         """Prompts for evaluations."""
 
 
+class Prefixes(Protocol):
+    """What the effects need of a token store (`laminar.controller.tokens.TokenStore`)."""
+
+    def start(self, trajectory: TrajectoryId, attempt: int, group: GroupId, resume: bool) -> None:
+        """An attempt begins."""
+
+    def prefix(self, trajectory: TrajectoryId) -> tuple[bytes, bytes]:
+        """(tokens, log-probs) that it has."""
+
+    def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
+        """Their tokens are not needed again."""
+
+
+NOT_REPLAYED = (
+    actions.ForgetTokens,  # what the core does not know any more is not read back
+    actions.AskSampler,  # asked anew
+    actions.StartWorker,  # processes are looked for, see `laminar.controller.recovery`
+    actions.RaiseAlarm,  # told already
+    actions.FinishRun,
+)
+
+
 class Effects:
     """`perform(action)` for `Runtime`."""
 
@@ -47,9 +70,9 @@ class Effects:
         self,
         *,
         runtime: Runtime,
-        server: Server,
+        channels: Channels,
         log: EventLog,
-        tokens: TokenStore,
+        tokens: Prefixes,
         prompts: Prompts,
         checkpoints: Path,
         keep_last: int,
@@ -58,7 +81,8 @@ class Effects:
         start_process: Callable[[WorkerId], None],
         alarm: Callable[[str, str], None],
     ) -> None:
-        self._runtime, self._server, self._log, self._tokens, self._prompts = runtime, server, log, tokens, prompts
+        self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
+        self.tokens = tokens
         self._checkpoints, self._keep_last, self._sampler = (
             checkpoints,
             keep_last,
@@ -74,12 +98,12 @@ class Effects:
             actions.PullWeights: self._pull,
             actions.RunEvaluation: self._evaluate,
             actions.StartTrainStep: self._train,
-            actions.PublishVersion: lambda a: self._to_trainer(wire.Publish(version=a.version)),
+            actions.PublishVersion: lambda a: self._to_trainer(wire.Publish(version=a.version), a.cause),
             actions.ArrangeChain: self._arrange_chain,
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
             actions.RecordTrajectories: self._record,
-            actions.ForgetTokens: lambda a: self._tokens.forget(a.trajectories),
+            actions.ForgetTokens: lambda a: self.tokens.forget(a.trajectories),
             actions.StopWorker: self._stop_worker,
             actions.StartWorker: lambda a: self._start_process(a.worker),
             actions.RaiseAlarm: self._raise_alarm,
@@ -89,13 +113,27 @@ class Effects:
         """Do it, or hand it over."""
         self._table[type(action)](action)
 
+    def replay(self, action: actions.AnyAction) -> None:
+        """What of an earlier controller's action is not known to have been done, and may be done twice."""
+        if isinstance(action, actions.StopWorker):
+            self._channels.fence(action.worker, action.incarnation, action.reason)
+        elif not isinstance(action, NOT_REPLAYED):
+            self.perform(action)
+
+    def on_relay_joined(self, event: events.RelayJoined) -> None:
+        """Note where its neighbours reach it, before it is chained."""
+        if event.chain_port:
+            self.relay_addresses[event.worker] = wire.Neighbour(
+                name=event.worker, host=event.host, port=event.chain_port
+            )
+
     # ---- rollouts ------------------------------------------------------------------------------------------
 
     def _start_group(self, action: actions.StartGroup) -> None:
         starts = []
         for start in action.starts:
-            self._tokens.start(start.trajectory, start.attempt, action.group, start.resume)
-            tokens, logprobs = self._tokens.prefix(start.trajectory) if start.resume else (b"", b"")
+            self.tokens.start(start.trajectory, start.attempt, action.group, start.resume)
+            tokens, logprobs = self.tokens.prefix(start.trajectory) if start.resume else (b"", b"")
             starts.append(
                 wire.TrajectoryStart(
                     trajectory=start.trajectory,
@@ -108,34 +146,36 @@ class Effects:
             )
         prompt = self._prompts.prompt(action.prompt)
         message = wire.AssignGroup(group=action.group, version=action.version, prompt=prompt, starts=starts)
-        self._server.send(action.worker, message)
+        self._channels.send(action.worker, message, action.cause)
 
     def _abort(self, action: actions.AbortAttempts) -> None:
-        self._server.send(action.worker, wire.Abort(trajectories=action.trajectories, attempts=action.attempts))
+        message = wire.Abort(trajectories=action.trajectories, attempts=action.attempts)
+        self._channels.send(action.worker, message, action.cause)
 
     def _pull(self, action: actions.PullWeights) -> None:
         assert action.source == "relay", "settings_of leaves checkpoint_pulls off"
-        self._server.send(action.worker, wire.Refresh(version=action.version, digest=action.digest))
+        message = wire.Refresh(version=action.version, digest=action.digest)
+        self._channels.send(action.worker, message, action.cause)
 
     def _evaluate(self, action: actions.RunEvaluation) -> None:
         message = wire.Evaluate(
             evaluation=action.evaluation, version=action.version, prompts=list(self._prompts.held_out)
         )
-        self._server.send(action.worker, message)
+        self._channels.send(action.worker, message, action.cause)
 
     def _stop_worker(self, action: actions.StopWorker) -> None:
         if action.lost:
             text = f"{action.worker} was lost: {action.reason}"
             self._raise_alarm(actions.RaiseAlarm(cause=action.cause, name="worker-lost", text=text))
-        self._server.fence(action.worker, action.incarnation, action.reason)
+        self._channels.fence(action.worker, action.incarnation, action.reason)
         if action.lost:
             self._stop_process(action.worker)
 
     # ---- trainer -------------------------------------------------------------------------------------------
 
-    def _to_trainer(self, message: wire.Message) -> None:
-        for worker in self._server.workers("trainer"):
-            self._server.send(worker, message)
+    def _to_trainer(self, message: wire.Message, cause: int) -> None:
+        for worker in self._runtime.core.state.trainer.ranks:
+            self._channels.send(worker, message, cause)
 
     def _arrange_chain(self, action: actions.ArrangeChain) -> None:
         """A relay that is alone on one host listens to no other: there is no link to make."""
@@ -144,9 +184,8 @@ class Effects:
             if worker in self.relay_addresses:
                 upstream = action.order[at - 1] if at else None
                 downstream = self.relay_addresses.get(action.order[at + 1]) if at + 1 < len(action.order) else None
-                self._server.send(
-                    worker, wire.ArrangeChain(epoch=action.epoch, upstream=upstream, downstream=downstream)
-                )
+                message = wire.ArrangeChain(epoch=action.epoch, upstream=upstream, downstream=downstream)
+                self._channels.send(worker, message, action.cause)
 
     def _train(self, action: actions.StartTrainStep) -> None:
         rows = [
@@ -160,7 +199,7 @@ class Effects:
             )
             for row in action.rows
         ]
-        self._to_trainer(wire.StartStep(step=action.step, attempt=action.attempt, rows=rows))
+        self._to_trainer(wire.StartStep(step=action.step, attempt=action.attempt, rows=rows), action.cause)
 
     def _save(self, action: actions.SaveCheckpoint) -> None:
         path = self._checkpoints / f"step-{action.step}"
@@ -168,7 +207,8 @@ class Effects:
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)",
             (action.step, str(path), action.data_state, None),
         )
-        self._to_trainer(wire.SaveCheckpoint(step=action.step, path=str(path), data_state=action.data_state))
+        message = wire.SaveCheckpoint(step=action.step, path=str(path), data_state=action.data_state)
+        self._to_trainer(message, action.cause)
 
     def on_checkpoint_saved(self, step: int) -> None:
         """Note it, and delete checkpoints that are older than the last few."""

@@ -7,7 +7,9 @@ Invariants:
 * A failed write is never hidden: `failure` holds it, waiters get it, nothing later is called durable.
 * One controller per run: `run.lock` beside the database is held for the life of the process (flock, so it dies with it).
 
-Tables: `boots`, `events`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`, `alarms`: see SCHEMA.
+* What workers are told that they may forget (`frames`) commits with the events made of it, or after them.
+
+Tables: `boots`, `events`, `snapshots`, `frames`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`, `alarms` (SCHEMA).
 Any SQLite client reads them, also while the run goes on.
 """
 
@@ -22,13 +24,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from laminar import __version__
 from laminar.errors import StartError
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS boots (boot INTEGER PRIMARY KEY, started REAL, pid INTEGER, host TEXT, resumed_step INTEGER);
+CREATE TABLE IF NOT EXISTS boots (
+    boot INTEGER PRIMARY KEY, started REAL, pid INTEGER, host TEXT, resumed_step INTEGER,
+    run_id TEXT, code TEXT, continues INTEGER, outcome TEXT
+);
 CREATE TABLE IF NOT EXISTS events (
     boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, PRIMARY KEY (boot, seq)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (boot, seq));
+CREATE TABLE IF NOT EXISTS frames (worker TEXT, incarnation INTEGER, number INTEGER, PRIMARY KEY (worker, incarnation));
 CREATE TABLE IF NOT EXISTS trajectories (
     id INTEGER PRIMARY KEY, prompt INTEGER, group_id INTEGER, sibling INTEGER, attempt INTEGER,
     behavior_version TEXT, finish_version TEXT, sample_version TEXT, digest TEXT,
@@ -46,6 +54,10 @@ CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 
 
+Frame = tuple[str, int, int]
+"""(worker, incarnation, number) of a frame from a worker."""
+
+SNAPSHOTS_KEPT = 2  # one that is torn must not be the only one
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
 
 
@@ -58,9 +70,15 @@ class EventLog:
         """Why the log cannot be written; final."""
         self.durable = 0
         """Highest event seq on disk."""
+        self.run_id = ""
+        """Of this process and of all that it continues."""
+        self.continues = 0
+        """The first boot of which this process has the state; its own if it began anew."""
         self._commit_s = commit_s
         self._before_commit = before_commit
         self._pending: list[tuple[str, Sequence[Any]]] = []
+        self._frames: dict[tuple[str, int], int] = {}
+        """Highest frame of each worker that is heard and not written."""
         self._appended = 0
         self._boot = 0
         self._lock = threading.Lock()
@@ -74,10 +92,20 @@ class EventLog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock_file = -1
 
-    def begin_boot(self, started: float, pid: int, host: str, resumed_step: int) -> int:
+    def begin_boot(
+        self,
+        started: float,
+        pid: int,
+        host: str,
+        resumed_step: int,
+        *,
+        run_id: Callable[[int], str] = str,
+        continues: bool = False,
+    ) -> int:
         """Take the run for this process and the next boot number, durably. Raises StartError if that is impossible.
 
-        What steps after `resumed_step` left is taken back: they are done again, with other trajectories.
+        What steps after `resumed_step` left is taken back: they are done again, with other trajectories. Not so if this process
+        `continues` with the state of the one before. `run_id` makes a new run's name, of the boot.
         """
         self._take_lock(pid, host)
         try:
@@ -85,13 +113,15 @@ class EventLog:
                 _prepare(database)
                 row = database.execute("SELECT coalesce(max(boot), 0) + 1 FROM boots").fetchone()
                 self._boot = int(row[0])
+                if continues:
+                    self.run_id, first = _continued(database)
+                else:
+                    self.run_id, first = run_id(self._boot), self._boot
+                    _take_back(database, resumed_step)
+                self.continues = first
                 database.execute(
-                    "INSERT INTO boots VALUES (?, ?, ?, ?, ?)", (self._boot, started, pid, host, resumed_step)
-                )
-                database.execute("DELETE FROM metrics WHERE step > ?", (resumed_step,))
-                database.execute(
-                    "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?",
-                    (resumed_step,),
+                    "INSERT INTO boots VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL)",
+                    (self._boot, started, pid, host, resumed_step, self.run_id, __version__, first),
                 )
         except sqlite3.Error as error:
             self._release_lock()
@@ -129,17 +159,35 @@ class EventLog:
         self._thread = threading.Thread(target=self._write_forever, name="eventlog", daemon=True)
         self._thread.start()
 
-    def append(self, seq: int, at: float, kind: str, body: bytes) -> None:
-        """Queue one event."""
+    def append(self, seq: int, at: float, kind: str, body: bytes, frame: Frame | None = None) -> None:
+        """Queue one event, with the frame that it came in."""
         with self._lock:
             self._appended = seq
             self._pending.append(("INSERT INTO events VALUES (?, ?, ?, ?, ?)", (self._boot, seq, at, kind, body)))
+            if frame is not None:
+                self._frames[frame[:2]] = frame[2]
         self._wake.set()
+
+    def heard(self, frame: Frame) -> None:
+        """Queue word of a frame of which no event was made."""
+        with self._lock:
+            self._frames[frame[:2]] = frame[2]
 
     def write(self, statement: str, parameters: Sequence[Any]) -> None:
         """Queue a statement on one of the other tables; it commits with or after the events before it."""
         with self._lock:
             self._pending.append((statement, parameters))
+        self._wake.set()
+
+    def snapshot(self, seq: int, body: bytes) -> None:
+        """Queue the state after event `seq`; the last few are kept."""
+        self.write("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (self._boot, seq, body))
+        kept = "SELECT boot, seq FROM snapshots ORDER BY boot DESC, seq DESC LIMIT ?"
+        self.write(f"DELETE FROM snapshots WHERE (boot, seq) NOT IN ({kept})", (SNAPSHOTS_KEPT,))
+
+    def hurry(self) -> None:
+        """Somebody waits for what is queued: do not wait for company."""
+        self._hurry.set()
         self._wake.set()
 
     async def when_durable(self, seq: int) -> None:
@@ -151,15 +199,18 @@ class EventLog:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_waiters += 1
         heapq.heappush(self._waiters, (seq, self._num_waiters, waiter))
-        self._hurry.set()
-        self._wake.set()
+        self.hurry()
         await waiter
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Commit what is queued, stop the writer, give the run free. What went wrong is in `failure`."""
+    def close(self, timeout_s: float = 10.0, outcome: str = "") -> None:
+        """Commit what is queued, stop the writer, give the run free. What went wrong is in `failure`.
+
+        `outcome`: how the run ended, in words; without one it counts as interrupted.
+        """
+        if outcome:
+            self.write("UPDATE boots SET outcome = ? WHERE boot = ?", (outcome, self._boot))
         self._closing = True
-        self._hurry.set()
-        self._wake.set()
+        self.hurry()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -190,12 +241,16 @@ class EventLog:
     def _commit(self, database: sqlite3.Connection) -> int:
         with self._lock:
             batch, self._pending = self._pending, []
+            frames, self._frames = self._frames, {}
             seq = self._appended
         if batch:
             self._before_commit()
+        if batch or frames:
             with database:
                 for statement, parameters in batch:
                     database.execute(statement, parameters)
+                rows = [(*worker, number) for worker, number in frames.items()]
+                database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", rows)
         return seq
 
     def _tell(self, function: Callable[..., None], argument: Any) -> None:
@@ -218,6 +273,21 @@ class EventLog:
             if not waiter.done():
                 waiter.set_exception(error)
         self._waiters.clear()
+
+
+def _continued(database: sqlite3.Connection) -> tuple[str, int]:
+    """(run id, first boot with this state) of the last boot."""
+    run_id, first = database.execute("SELECT run_id, continues FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
+    return str(run_id), int(first)
+
+
+def _take_back(database: sqlite3.Connection, resumed_step: int) -> None:
+    database.execute("DELETE FROM metrics WHERE step > ?", (resumed_step,))
+    database.execute(
+        "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?", (resumed_step,)
+    )
+    database.execute("DELETE FROM snapshots")
+    database.execute("DELETE FROM frames")
 
 
 def _prepare(database: sqlite3.Connection) -> None:

@@ -4,9 +4,11 @@ Every process has its own session and a log file `logs/<name>.log`. `on_exit(nam
 each that ends before it was told to. `stop` leaves no process behind: asked by message, then SIGTERM, then SIGKILL,
 descendants included. They are known by the run's token in their environment, also when their parent is dead and they are
 in sessions of their own (torchrun's ranks); and by the session of such a process, since some wipe their environment (vLLM's).
+What a controller that died has started is known in the same way, and can be adopted.
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -34,17 +36,45 @@ TORCHRUN_REPORT = re.compile(
 KILL_ROUNDS = 2  # the second meets what the first saw being born
 
 
-class Launcher:
-    """Owns the child processes."""
+class Adopted:
+    """A process that another controller started. Its end is noticed; how it ended is told to its parent only."""
 
-    def __init__(self, logs: Path, token: str, on_exit: Callable[[str, int, str], None]) -> None:
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError if it has ended."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._descriptor, ended.set)
+        try:
+            await ended.wait()
+            self.returncode = 0
+        finally:
+            loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+
+
+class Launcher:
+    """Owns the child processes. `environment`: of all of them."""
+
+    def __init__(
+        self,
+        logs: Path,
+        token: str,
+        on_exit: Callable[[str, int | None, str], None],
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._logs = logs
         self._token = token
         self._on_exit = on_exit
-        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._environment = environment or {}
+        self._children: dict[str, asyncio.subprocess.Process | Adopted] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
-        self._given_up: set[asyncio.subprocess.Process] = set()
+        self._given_up: set[asyncio.subprocess.Process | Adopted] = set()
 
     @property
     def alive(self) -> list[str]:
@@ -56,6 +86,7 @@ class Launcher:
         log = self.log_path(process.name)
         environment = {
             **os.environ,
+            **self._environment,
             **process.environment,
             TOKEN: self._token,
             NAME: process.name,
@@ -76,12 +107,22 @@ class Launcher:
             raise StartError(
                 f"cannot start {process.name}: {error.strerror}: {error.filename or process.command[0]} (its log: {log})"
             ) from error
-        self._children[process.name] = child
-        self._watchers[process.name] = asyncio.create_task(
-            self._watch(process.name, child), name=f"watch-{process.name}"
-        )
+        self._own(process.name, child)
 
-    async def _watch(self, name: str, child: asyncio.subprocess.Process) -> None:
+    def adopt(self) -> list[str]:
+        """Take over what lives of this run; the names of these processes."""
+        found = {p.pid: p for p in psutil.process_iter() if self._is_descendant(p, None)}
+        for process in _living(list(found.values())):
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.ppid() not in found:
+                    self._own(process.environ()[NAME], Adopted(process.pid))
+        return self.alive
+
+    def _own(self, name: str, child: "asyncio.subprocess.Process | Adopted") -> None:
+        self._children[name] = child
+        self._watchers[name] = asyncio.create_task(self._watch(name, child), name=f"watch-{name}")
+
+    async def _watch(self, name: str, child: "asyncio.subprocess.Process | Adopted") -> None:
         code = await child.wait()
         if not self._stopping and child not in self._given_up:
             self._on_exit(name, code, self.last_lines(name))
@@ -135,7 +176,7 @@ class Launcher:
 
     def _strangers(self, processes: list[psutil.Process]) -> list[psutil.Process]:
         """Those that are not our own children: the event loop alone may wait for these."""
-        own = {child.pid for child in self._children.values()}
+        own = {child.pid for child in self._children.values() if not isinstance(child, Adopted)}
         return [process for process in processes if process.pid not in own]
 
     def _processes(self, name: str | None = None) -> list[psutil.Process]:

@@ -1,5 +1,6 @@
 """The directory that a run leaves (design §6): making it, finding it again, its token."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -55,8 +56,26 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def url(self) -> Path:
+        """Holds where the controller is reached."""
+        return self.path / "url"
+
+    @property
     def token(self) -> Path:
         return self.path / "token"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """The last controller of this run ended without a word: killed, or its machine died. False if that cannot be read."""
+        import sqlite3  # only here: the command line loads little
+
+        try:
+            with contextlib.closing(sqlite3.connect(f"{self.database.as_uri()}?mode=ro", uri=True)) as connection:
+                last = connection.execute("SELECT outcome FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
+                (num_snapshots,) = connection.execute("SELECT count(*) FROM snapshots").fetchone()
+        except sqlite3.Error:
+            return False
+        return last is not None and last[0] is None and num_snapshots > 0
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -80,12 +99,10 @@ def create(config: Config, hosts_text: str) -> RunDirectory:
 
 
 def reopen(path: Path) -> RunDirectory:
-    """The directory of an existing run. Raises ConfigError if it is none, or has nothing to resume from."""
+    """The directory of an existing run. Raises ConfigError if it is none."""
     run = RunDirectory(path.absolute())
     if not (run.config.is_file() and run.database.is_file()):
         raise ConfigError(f"{path} is not a run's directory (config.toml and run.db are expected there)")
-    if run.last_checkpoint() is None:
-        raise ConfigError(f"{path} has no complete checkpoint to resume from; start a new run")
     return run
 
 
@@ -123,12 +140,29 @@ def write_token(run: RunDirectory) -> str:
     return token
 
 
+def last_token(run: RunDirectory) -> str:
+    """The secret of a controller that died; a new one if it is gone, with which its workers cannot come back."""
+    try:
+        return run.token.read_text() or write_token(run)
+    except OSError:
+        return write_token(run)
+
+
+def last_port(run: RunDirectory) -> int:
+    """Where the controller before this one listened; 0 = unknown."""
+    try:
+        return int(run.url.read_text().rpartition(":")[2])
+    except (OSError, ValueError):
+        return 0
+
+
 def write_url(run: RunDirectory, url: str) -> None:
     """Where the controller is reached, for consoles. Raises StartError if it cannot be written."""
     try:
-        (run.path / "url").write_text(url)
+        (run.path / "url.new").write_text(url)
+        os.replace(run.path / "url.new", run.url)  # workers read it
     except OSError as error:
-        raise StartError(f"cannot write {run.path / 'url'}: {error.strerror}") from error
+        raise StartError(f"cannot write {run.url}: {error.strerror}") from error
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

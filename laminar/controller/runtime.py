@@ -6,7 +6,7 @@
 
 Invariants:
 * Events are numbered and logged before the core sees them; an effect that posts an event never re-enters the core.
-* Actions are performed in the order in which the core gave them, each once; one that waits for the disk holds up the later ones.
+* Actions are performed in the order in which the core gave them, each once; those that wait for the disk later, in order.
 * A core or an effect that raises dumps the state and ends the run, and no action is performed after that.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from laminar.controller.eventlog import EventLog
+from laminar.controller.eventlog import EventLog, Frame
 from laminar.core import actions, events
 from laminar.core.engine import Core
 
@@ -38,9 +38,12 @@ class Runtime:
         """Longest the loop was late since the last reading."""
         self.perform: Callable[[actions.AnyAction], None] = lambda action: None
         self.observe: Callable[[events.AnyEvent], None] = lambda event: None
+        """Called between the core and the actions."""
+        self.settled: Callable[[events.AnyEvent], None] = lambda event: None
+        """Called after an event's actions."""
         self._log = log
         self._dump_directory = dump_directory
-        self._inbox: deque[events.AnyEvent] = deque()
+        self._inbox: deque[tuple[events.AnyEvent, Frame | None]] = deque()
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: deque[actions.AnyAction] = deque()
@@ -74,9 +77,9 @@ class Runtime:
         """Number of the last event."""
         return self.core.state.seq
 
-    def post(self, event: events.AnyEvent) -> int:
-        """Take an event; the seq it got, or will get if called from an effect."""
-        self._inbox.append(event)
+    def post(self, event: events.AnyEvent, frame: Frame | None = None) -> int:
+        """Take an event, and note the frame that it came in; the seq it got, or will get if called from an effect."""
+        self._inbox.append((event, frame))
         seq = self.core.state.seq + len(self._inbox)
         if not self._draining:
             self._drain()
@@ -89,7 +92,7 @@ class Runtime:
         self._draining = True
         try:
             while self._inbox:
-                self._handle(self._inbox.popleft())
+                self._handle(*self._inbox.popleft())
         except Exception as error:  # noqa: BLE001 - whatever it is, the core's state is not to be trusted any more
             self.crash(error)
         finally:
@@ -117,20 +120,21 @@ class Runtime:
         """Whether the run ended by an error of the controller itself."""
         return self.finished.done() and self.finished.exception() is not None
 
-    def _handle(self, event: events.AnyEvent) -> None:
+    def _handle(self, event: events.AnyEvent, frame: Frame | None) -> None:
         stamped = msgspec.structs.replace(event, seq=self.core.state.seq + 1, at=self.now())
-        self._log.append(stamped.seq, stamped.at, type(stamped).__name__, msgspec.msgpack.encode(stamped))
+        self._log.append(stamped.seq, stamped.at, type(stamped).__name__, msgspec.msgpack.encode(stamped), frame)
         new = self.core.handle(stamped)
         self.observe(stamped)
         for action in new:
             self._dispatch(action)
+        self.settled(stamped)
 
     # ---- effects -------------------------------------------------------------------------------------------
 
     def _dispatch(self, action: actions.AnyAction) -> None:
         if self.crashed:
             return
-        if self._waiting or self._must_wait(action):
+        if action.durable_first and (self._waiting or self._must_wait(action)):
             self._waiting.append(action)
             if not self._releasing:
                 self._releasing = True
@@ -139,7 +143,7 @@ class Runtime:
             self._execute(action)
 
     def _must_wait(self, action: actions.AnyAction) -> bool:
-        return action.durable_first and action.cause > self._log.durable
+        return action.cause > self._log.durable
 
     def _execute(self, action: actions.AnyAction) -> None:
         if not isinstance(action, actions.FinishRun):
@@ -148,7 +152,7 @@ class Runtime:
             self.finished.set_result(action)
 
     async def _release_waiting(self) -> None:
-        """Let actions through as the disk allows; an action leaves the queue when it is done, so that none overtakes it."""
+        """Let actions through as the disk allows; one leaves the queue when it is done, so that none overtakes it."""
         try:
             while self._waiting:
                 if self._must_wait(self._waiting[0]):

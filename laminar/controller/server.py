@@ -1,7 +1,7 @@
 """The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, status for people.
 
-Every route needs the run's token. One `Channel` per worker name; a reconnect of the same process continues its session, a new
-process (higher incarnation) replaces one whose connection is gone. Frames are acknowledged only when the event made of them is
+Every route needs the run's token. A reconnect of the same worker process continues its channel (`laminar.controller.channels`), a
+new process (higher incarnation) replaces one whose connection is gone. Frames are acknowledged only when the event made of them is
 on disk.
 
 Invariants: a connection that ends, for whatever reason, is reported broken unless a newer one took its place or the worker
@@ -11,7 +11,6 @@ said goodbye; a peer that neither reads nor writes cannot delay that, nor the en
 import asyncio
 import contextlib
 import hmac
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,55 +18,25 @@ import structlog
 from aiohttp import WebSocketError, WSMessage, WSMsgType, web
 
 from laminar import wire
-from laminar.channel import Session
-from laminar.controller.translate import Origin
+from laminar.controller.channels import Channel, Channels
 from laminar.errors import ProtocolError, StartError
 from laminar.ids import WorkerId
 
 logger = structlog.get_logger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # a peer that opens a channel and says nothing is not a worker
-ACKNOWLEDGE_EVERY = 64  # frames; more often is left to the heartbeat and to frames that go out anyway
-OUTGOING_FRAMES_MAX = 100_000  # a worker that does not read for so long has lost its connection
 CLOSE_TIMEOUT_S = 2.0  # for the peer's closing frame; after it the socket is just dropped
 
 
-class Channel:
-    """One worker process, over all its connections."""
-
-    def __init__(self, hello: wire.Hello) -> None:
-        self.worker, self.role, self.incarnation = hello.worker, hello.role, hello.incarnation
-        self.origin = Origin(hello.worker, hello.incarnation, hello.host)
-        self.pid = hello.pid
-        self.session = Session(wire.ControllerEnvelope)
-        self.undurable: deque[tuple[int, int]] = deque()
-        """(event seq, frame number) of frames that are not acknowledged yet."""
-        self.socket: web.WebSocketResponse | None = None
-        self.transport: asyncio.Transport | None = None
-        self.outgoing: asyncio.Queue[bytes] = asyncio.Queue(OUTGOING_FRAMES_MAX)
-        self.said_goodbye = False
-        self.told = 0
-        """Highest acknowledgement that was sent."""
-
-    def put(self, frame: bytes) -> None:
-        """Queue a frame for the present connection, if there is one. If it takes none any more it is cut."""
-        if self.socket is None:
-            return
-        try:
-            self.outgoing.put_nowait(frame)
-        except asyncio.QueueFull:
-            if self.transport is not None and not self.transport.is_closing():
-                logger.warning("channel.full", worker=self.worker, frames=OUTGOING_FRAMES_MAX)
-                self.transport.abort()
-
-
 class Server:
-    """All channels. Callbacks: `on_message(channel, message) -> seq`, `on_broken(channel)`, `on_returned(channel)`."""
+    """Serves `channels`. Callbacks: `on_message(channel, message, frame number)`, which gives the seq of the event that vouches for
+    the frame once it is on disk; `on_broken(channel)`, `on_returned(channel)`.
+    """
 
     def __init__(
-        self, *, token: str, boot: int, run_id: str, config: bytes, heartbeat_s: float, timeout_s: float
+        self, channels: Channels, *, token: str, run_id: str, config: bytes, heartbeat_s: float, timeout_s: float
     ) -> None:
-        self.on_message: Callable[[Channel, wire.Message], int] = lambda channel, message: 0
+        self.on_message: Callable[[Channel, wire.Message, int], int] = lambda channel, message, number: 0
         self.on_broken: Callable[[Channel], None] = lambda channel: None
         self.on_returned: Callable[[Channel], None] = lambda channel: None
         self.on_drain: Callable[[WorkerId], str] = lambda worker: ""
@@ -75,10 +44,8 @@ class Server:
         self.status: Callable[[], dict[str, Any]] = dict
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
-        self._token, self._boot, self._run_id, self._config = token, boot, run_id, config
+        self._channels, self._token, self._run_id, self._config = channels, token, run_id, config
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
-        self._channels: dict[WorkerId, Channel] = {}
-        self._fenced: dict[WorkerId, tuple[int, str]] = {}
         self._runner: web.AppRunner | None = None
         self._closing = False
 
@@ -105,47 +72,10 @@ class Server:
     async def close(self) -> None:
         """Close all connections."""
         self._closing = True
-        sockets = [channel.socket for channel in self._channels.values() if channel.socket is not None]
+        sockets = [channel.socket for channel in self._channels.all() if channel.socket is not None]
         await asyncio.gather(*(_close(socket) for socket in sockets))
         if self._runner is not None:
             await self._runner.cleanup()
-
-    # ---- sending -------------------------------------------------------------------------------------------
-
-    def workers(self, role: str) -> list[WorkerId]:
-        """Known workers of a role, in order of arrival."""
-        return [
-            channel.worker for channel in self._channels.values() if channel.role == role and not channel.said_goodbye
-        ]
-
-    def channels(self) -> list[Channel]:
-        """All known worker processes."""
-        return list(self._channels.values())
-
-    def send(self, worker: WorkerId, message: wire.Message) -> None:
-        """Queue a message; it arrives once and in order, unless the worker is lost."""
-        channel = self._channels.get(worker)
-        if channel is None:
-            logger.warning("send.unknown_worker", worker=worker, message=type(message).__name__)
-            return
-        channel.put(channel.session.reliable(message))
-
-    def fence(self, worker: WorkerId, incarnation: int, reason: str) -> None:
-        """Refuse this incarnation and older ones from now on."""
-        self._fenced[worker] = (incarnation, reason)
-        channel = self._channels.get(worker)
-        if channel is not None and channel.incarnation <= incarnation:
-            channel.put(channel.session.unreliable(wire.Stop(reason=reason)))
-            del self._channels[worker]
-
-    def acknowledge(self, durable_seq: int) -> None:
-        """Events up to this are on disk: their frames may be forgotten by the workers (said with the next frame)."""
-        for channel in self._channels.values():
-            while channel.undurable and channel.undurable[0][0] <= durable_seq:
-                channel.session.acknowledge = channel.undurable.popleft()[1]
-            if channel.session.acknowledge - channel.told >= ACKNOWLEDGE_EVERY:
-                channel.told = channel.session.acknowledge
-                channel.put(channel.session.unreliable(wire.Heartbeat()))
 
     # ---- routes --------------------------------------------------------------------------------------------
 
@@ -160,8 +90,8 @@ class Server:
     async def _drain(self, request: web.Request) -> web.Response:
         """The operator's word: this replica finishes what it has and leaves."""
         worker = WorkerId(request.match_info["worker"])
-        if worker not in self.workers("rollout"):
-            known = ", ".join(self.workers("rollout")) or "none"
+        if worker not in self._channels.workers("rollout"):
+            known = ", ".join(self._channels.workers("rollout")) or "none"
             return web.json_response({"error": f"there is no replica {worker!r}; there are: {known}"}, status=404)
         refusal = self.on_drain(worker)
         if refusal:
@@ -200,21 +130,19 @@ class Server:
         hello = wire.decode_from_worker(_binary(frame)).message
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"the first frame is a {type(hello).__name__}, not a Hello")
-        reason = self._reason_to_refuse(hello)
+        reason = self._channels.reason_to_refuse(hello)
         if reason:
             logger.warning("channel.refused", worker=hello.worker, reason=reason)
             await socket.send_bytes(wire.encode(wire.ControllerEnvelope(0, 0, wire.Refused(reason=reason))))
             await _close(socket)
             return None
-        known = self._channels.get(hello.worker)
-        returning = known is not None and known.incarnation == hello.incarnation
-        channel = known if known is not None and returning else Channel(hello)
-        self._channels[hello.worker] = channel
+        channel, returning = self._channels.greet(hello)
         welcome = wire.Welcome(
             protocol=wire.PROTOCOL,
-            boot=self._boot,
+            boot=self._channels.boot,
             run_id=self._run_id,
             received=channel.session.received,
+            continues=self._channels.continues,
             config=self._config,
         )
         await asyncio.wait_for(socket.send_bytes(channel.session.unreliable(welcome)), HELLO_TIMEOUT_S)
@@ -225,28 +153,9 @@ class Server:
 
     def _attach(self, channel: Channel, socket: web.WebSocketResponse, hello: wire.Hello) -> None:
         """From now on frames go to this connection, first those that the worker has not received."""
-        channel.outgoing = asyncio.Queue(OUTGOING_FRAMES_MAX)
-        channel.socket, channel.transport = socket, _transport(socket)
-        # What a worker received from an earlier boot says nothing about this controller's frames.
-        for kept in channel.session.resend(hello.received if hello.boot == self._boot else 0):
-            channel.put(kept)
-
-    def _reason_to_refuse(self, hello: wire.Hello) -> str:
-        fenced, why = self._fenced.get(hello.worker, (-1, ""))
-        known = self._channels.get(hello.worker)
-        if hello.protocol != wire.PROTOCOL:
-            return (
-                f"protocol {hello.protocol} of the worker, {wire.PROTOCOL} of the controller: install the same Laminar"
-            )
-        if hello.boot > self._boot:
-            return f"the worker has seen controller boot {hello.boot}, this one is {self._boot}"
-        if hello.incarnation <= fenced:
-            return f"this process was given up: {why}"
-        if known is not None and known.incarnation > hello.incarnation:
-            return "a newer process of this name is here"
-        if known is not None and known.incarnation != hello.incarnation and known.socket and not known.said_goodbye:
-            return f"{hello.worker} is connected already (pid {known.pid}); choose another name"
-        return ""
+        channel.attach(socket, _transport(socket))
+        for frame in self._channels.unheard(channel, hello):
+            channel.put(frame)
 
     async def _serve(self, channel: Channel, socket: web.WebSocketResponse) -> None:
         sending = self._send(channel, socket, channel.outgoing)
@@ -258,8 +167,7 @@ class Server:
             sender.cancel()
             if channel.socket is socket:
                 channel.socket = channel.transport = None
-                current = self._channels.get(channel.worker) is channel
-                if current and not channel.said_goodbye and not self._closing:
+                if self._channels.is_known(channel) and not channel.said_goodbye and not self._closing:
                     logger.warning("channel.broken", worker=channel.worker, reason=reason)
                     self.on_broken(channel)
             await asyncio.gather(sender, return_exceptions=True)
@@ -277,7 +185,7 @@ class Server:
                 return str(error)
             except ProtocolError as error:
                 logger.error("channel.protocol", worker=channel.worker, error=str(error))
-                self.on_message(channel, wire.WorkerFailed(reason=f"protocol error: {error}"))
+                self.on_message(channel, wire.WorkerFailed(reason=f"protocol error: {error}"), 0)
                 return str(error)
         return "replaced by a new connection"
 
@@ -287,7 +195,7 @@ class Server:
         if isinstance(envelope.message, wire.Heartbeat):
             return
         channel.said_goodbye |= isinstance(envelope.message, wire.Goodbye)
-        seq = self.on_message(channel, envelope.message)
+        seq = self.on_message(channel, envelope.message, envelope.number)
         if envelope.number:
             channel.undurable.append((seq, envelope.number))
 

@@ -11,7 +11,6 @@ Invariants:
 """
 
 import os
-import struct
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,23 +18,12 @@ from pathlib import Path
 import msgspec
 
 from laminar import wire
+from laminar.controller.segments import Entry, Past, encode
+from laminar.core.records import Trajectory
 from laminar.errors import ProtocolError
 from laminar.ids import GroupId, TrajectoryId, format_id
 
 SEGMENT_BYTES = 64 << 20  # large enough that files are few, small enough that forgetting frees disk soon
-
-
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One delta on disk: response tokens [start, start + n) of an attempt; or a prompt's, of a group or (its own) of an attempt."""
-
-    trajectory: int
-    attempt: int
-    start: int
-    tokens: bytes
-    logprobs: bytes
-    sources: bytes
-    group: int = 0
-    """0 = response tokens."""
 
 
 class Response(msgspec.Struct):
@@ -83,7 +71,8 @@ class TokenStore:
         self._responses: dict[int, Response] = {}
         self._groups: dict[int, Held] = {}
         self._segments: dict[int, Segment] = {}
-        self._open = 0
+        self._open = self._num_kept = 0
+        """Numbers of the segment that is written to, and of those of earlier boots (-1, -2 …)."""
         self._lock = threading.Lock()
         """Held for moments: over `_outgoing`, `_full` and the arrays of a response."""
         self._disk = threading.Lock()
@@ -93,6 +82,31 @@ class TokenStore:
         self._full: list[int] = []
         """Files to close once they are written."""
         self._new_segment()
+
+    # ---- going on ------------------------------------------------------------------------------------------
+
+    def adopt(self, past: Past, trajectories: Iterable[Trajectory]) -> None:
+        """Hold what earlier boots wrote of these; segments that none needs are unlinked. Raises StartError if some is lost."""
+        for record in trajectories:
+            found = past.response(record.id, record.attempt, record.num_tokens)
+            held = self._groups.setdefault(record.group, Held(prompt=past.prompts.get(record.group)))
+            held.num_responses += 1
+            parts = [bytearray(part) for part in found]
+            prompt = past.own_prompts.get((record.id, record.attempt))
+            self._responses[record.id] = Response(record.group, record.attempt, *parts, prompt)
+        for path, members in past.trajectories.items():
+            groups = [self._responses[t].group for t in members if t in self._responses]
+            users = {group: None for group in [*groups, *past.groups[path]] if group in self._groups}
+            self._keep(path, users)
+
+    def _keep(self, path: Path, users: dict[GroupId, None]) -> None:
+        if not users:
+            path.unlink(missing_ok=True)
+            return
+        self._num_kept += 1
+        self._segments[-self._num_kept] = Segment(path, -1, dict(users))
+        for group in users:
+            self._groups[group].segments[-self._num_kept] = None
 
     # ---- writing -------------------------------------------------------------------------------------------
 
@@ -208,12 +222,12 @@ class TokenStore:
     # ---- disk ----------------------------------------------------------------------------------------------
 
     def _persist(self, entry: Entry, group: GroupId) -> None:
-        body = wire.encode(entry)
+        data = encode(entry)
         segment = self._segments[self._open]
         segment.users[group] = self._groups[group].segments[self._open] = None
-        segment.num_bytes += len(body) + 4
+        segment.num_bytes += len(data)
         with self._lock:
-            self._outgoing.append((segment.file, struct.pack("<I", len(body)) + body))
+            self._outgoing.append((segment.file, data))
         if segment.num_bytes > SEGMENT_BYTES:
             self._new_segment()
 
@@ -269,19 +283,3 @@ def _require_fit(report: wire.RolloutReport, lengths: list[int], news: list[int]
         or len(report.sources) not in (0, num_new)
     ):
         raise ProtocolError("the arrays of a report do not fit together")
-
-
-def read_segment(path: Path) -> list[Entry]:
-    """All whole entries of a segment, in order; a torn tail (cut short, or zeros) is left out."""
-    data, entries, position = path.read_bytes(), [], 0
-    while position + 4 <= len(data):
-        (length,) = struct.unpack_from("<I", data, position)
-        body = data[position + 4 : position + 4 + length]
-        if len(body) < length:
-            break
-        try:
-            entries.append(msgspec.msgpack.decode(body, type=Entry))
-        except msgspec.MsgspecError:
-            break
-        position += 4 + length
-    return entries

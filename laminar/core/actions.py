@@ -29,7 +29,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=
     """Base of all actions; the class name is the tag."""
 
     durable_first: ClassVar[bool] = False
-    """Irreversible: the shell performs it only when its cause is on disk."""
+    """Irreversible inside the shell, which performs it only when its cause is on disk; what goes to workers always waits."""
     cause: int
 
 
@@ -93,7 +93,6 @@ class BatchRow(msgspec.Struct, frozen=True, array_like=True):
 class StartTrainStep(Action, frozen=True, kw_only=True):
     """Train on these rows, siblings adjacent."""
 
-    durable_first: ClassVar[bool] = True
     step: int
     attempt: int
     rows: list[BatchRow]
@@ -117,7 +116,6 @@ class ArrangeChain(Action, frozen=True, kw_only=True):
 class SaveCheckpoint(Action, frozen=True, kw_only=True):
     """Save the trainer as of `step`, with what a resumed run needs to know."""
 
-    durable_first: ClassVar[bool] = True
     step: int
     data_state: bytes
 

@@ -18,6 +18,7 @@ from laminar.core import (
     health,
     limits,
     moves,
+    outage,
     recovery,
     refresh,
     relays,
@@ -306,6 +307,7 @@ _KINDS: dict[str, tuple[type[AnyDecision], ...]] = {
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.RunStarted: _on_started,
+    events.ControllerRestarted: outage.on_restarted,
     events.TimerFired: _on_timer,
     events.StopRequested: _on_stop,
     events.FailureReported: _on_failure,

@@ -21,6 +21,14 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """The first trainer restore of this process makes a branch of at least this number."""
 
 
+class ControllerRestarted(Event, frozen=True, kw_only=True):
+    """First event of a controller process that goes on with the state of one that died; its workers may be alive."""
+
+    boot: int
+    away_s: float
+    """Since the last event of the one before."""
+
+
 class TimerFired(Event, frozen=True, kw_only=True):
     """`next_deadline()` has come."""
 
@@ -236,6 +244,8 @@ class RelayJoined(Event, frozen=True, kw_only=True):
     host: str = ""
     rack: str = ""
     """Weights flow through the relays of a rack one after the other."""
+    chain_port: int = 0
+    """Where it listens for its neighbours, for the shell; 0 = it is the only one."""
 
 
 class VersionReady(Event, frozen=True, kw_only=True):
@@ -323,7 +333,7 @@ class DecisionResolved(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | TimerFired | StopRequested | FailureReported | StorageFailed | StorageRecovered
+    RunStarted | ControllerRestarted | TimerFired | StopRequested | FailureReported | StorageFailed | StorageRecovered
     | ReplicaJoined | WorkerDisconnected | WorkerReturned | WorkerLost
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed

@@ -18,6 +18,10 @@ HOST_VARIABLE = "LAMINAR_HOST"
 """Environment variable with a worker's host as the hosts file names it, set in runs on several; else the machine's own name."""
 
 
+RENDEZVOUS_VARIABLE = "LAMINAR_RENDEZVOUS"
+"""Environment variable with the path of a file that holds the controller's present URL."""
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """First frame of a worker, on every (re)connect."""
 
@@ -65,6 +69,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     run_id: str
     received: int
     """Highest frame number received from this worker's session."""
+    continues: int = 0
+    """This controller goes on with the sessions of all boots from this one on; 0 = it knows none but its own."""
     config: bytes
     """msgpack of `laminar.config.Config`, resolved."""
 

@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -141,7 +142,8 @@ class Link:
     async def fetch_tokens(self, trajectories: list[int]) -> list[wire.TokenRow]:
         """The rows of these trajectories, in this order; see `laminar.workers.link.tokens`."""
         assert self._http is not None, "connect() first"
-        return await fetch_tokens(self._http, self.url, trajectories)
+        patience_s = self._orphan_timeout_s or self._timings.orphan_timeout_s
+        return await fetch_tokens(self._http, lambda: self.url, trajectories, patience_s)
 
     async def close(self, *, goodbye: bool = True, timeout_s: float = 5.0) -> None:
         """Say Goodbye (unless the worker failed), write out what is queued for at most `timeout_s`, hang up."""
@@ -205,7 +207,15 @@ class Link:
                     return await self._handshake()
             except _LOST as error:
                 why = str(error) or type(error).__name__
+                self.url = self._rendezvous() or self.url
         raise Orphaned(f"no controller at {self.url} for {limit_s:g} s (last try: {why}); {self._worker} stops")
+
+    def _rendezvous(self) -> str:
+        """Where the run's directory says that its controller is, which may have come back elsewhere; empty = it does not say."""
+        try:
+            return Path(os.environ.get(wire.RENDEZVOUS_VARIABLE, "")).read_text().strip().rstrip("/")
+        except (OSError, ValueError):
+            return ""
 
     def _backoff_s(self, deadline: float) -> float:
         delay_s: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
@@ -277,8 +287,13 @@ class Link:
                 f"the controller at {self.url} has {welcome.received} frames of {self._worker}, which sent only "
                 f"{self._session.sent}; is another worker of that name running?"
             )
-        is_new = self._boot not in (0, welcome.boot) or welcome.received < self._session.forgotten
-        if is_new:
+        is_other = self._boot not in (0, welcome.boot)
+        has_lost = welcome.received < self._session.forgotten
+        if is_other and 0 < welcome.continues <= self._boot:
+            log.warning("controller_restarted", url=self.url, boot=welcome.boot, has_lost_frames=has_lost)
+            if has_lost:
+                self._session.renumber(welcome.received)
+        elif is_other or has_lost:
             log.warning("new_controller", url=self.url, boot=welcome.boot, kept_frames=self._session.num_pending)
             self._session.restart(welcome.received)
         if self.config is None:

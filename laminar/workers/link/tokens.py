@@ -5,7 +5,10 @@ connection breaks; a request has no side effect, so asking twice is harmless.
 """
 
 import asyncio
+import itertools
 import random
+import time
+from collections.abc import Callable
 
 import aiohttp
 import msgspec
@@ -16,8 +19,7 @@ from laminar.ids import TrajectoryId
 
 ROWS_PER_REQUEST = 256  # 256 trajectories x 64k tokens x 9 bytes = 150 MB
 ANSWER_BYTES_MAX = 1 << 30
-TRIES = 6  # with the backoff below about 6 s: a controller restart is longer and stops the step
-BACKOFF_FIRST_S = 0.2
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.2, 2.0
 TIMEOUT = aiohttp.ClientTimeout(total=120.0, sock_connect=5.0, sock_read=30.0)
 
 _rows = msgspec.msgpack.Decoder(list[wire.TokenRow])
@@ -27,28 +29,33 @@ class TokensUnavailable(LaminarError):
     """The controller did not give the tokens of these trajectories."""
 
 
-async def fetch_tokens(http: aiohttp.ClientSession, url: str, trajectories: list[int]) -> list[wire.TokenRow]:
-    """The rows of `trajectories`, in this order. `http` carries the authorisation.
+async def fetch_tokens(
+    http: aiohttp.ClientSession, url: Callable[[], str], trajectories: list[int], patience_s: float
+) -> list[wire.TokenRow]:
+    """The rows of `trajectories`, in this order. `http` carries the authorisation, `url` says where the controller is now.
 
-    Raises TokensUnavailable when the controller refuses or stays unreachable, ProtocolError for a wrong answer.
+    Raises TokensUnavailable when the controller refuses or stays unreachable for `patience_s`, ProtocolError for a wrong answer.
     """
     rows: list[wire.TokenRow] = []
     for start in range(0, len(trajectories), ROWS_PER_REQUEST):
-        rows += await _fetch_part(http, url, trajectories[start : start + ROWS_PER_REQUEST])
+        rows += await _fetch_part(http, url, trajectories[start : start + ROWS_PER_REQUEST], patience_s)
     return rows
 
 
-async def _fetch_part(http: aiohttp.ClientSession, url: str, trajectories: list[int]) -> list[wire.TokenRow]:
+async def _fetch_part(
+    http: aiohttp.ClientSession, url: Callable[[], str], trajectories: list[int], patience_s: float
+) -> list[wire.TokenRow]:
     body = wire.encode(wire.TokenRequest([TrajectoryId(trajectory) for trajectory in trajectories]))
-    why = ""
-    for attempt in range(TRIES):
-        if attempt:
-            await asyncio.sleep(BACKOFF_FIRST_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+    deadline = time.monotonic() + patience_s
+    for attempt in itertools.count():
         try:
-            return _check(await _post(http, f"{url}/v1/tokens", body), trajectories)
+            return _check(await _post(http, f"{url()}/v1/tokens", body), trajectories)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             why = str(error) or type(error).__name__
-    raise TokensUnavailable(f"{url}/v1/tokens gave no tokens in {TRIES} tries ({why}); is the controller alive?")
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0))
+    raise TokensUnavailable(f"{url()}/v1/tokens gave no tokens for {patience_s:g} s ({why}); is the controller alive?")
 
 
 async def _post(http: aiohttp.ClientSession, url: str, body: bytes) -> bytes:

@@ -1,0 +1,70 @@
+"""The controller was away and goes on with what its log says.
+
+Workers went on meanwhile; what they had to say comes with their channels, or they count as lost after `reconnect_grace_s`. Time
+limits on what others do stand still while nobody listened.
+"""
+
+from typing import Literal
+
+from laminar.core import story
+from laminar.core.events import ControllerRestarted
+from laminar.core.records import State
+from laminar.core.training import launch_of
+from laminar.core.turn import Turn
+from laminar.ids import WorkerId
+
+
+def on_restarted(turn: Turn, event: ControllerRestarted) -> None:
+    """Every known worker is silent until it is back; a question to a sampler that died with the controller is asked again."""
+    state = turn.state
+    _shift(state, event.away_s)
+    state.boot = event.boot
+    deadline = turn.at + turn.settings.reconnect_grace_s
+    state.silent = dict.fromkeys(_workers(state), deadline)
+    state.sampler_request = None
+    state.review_due = True
+    turn.tell(f"the controller was away for {event.away_s:.1f} s", *(story.worker(w) for w in state.silent))
+    turn.look_again()
+
+
+def what_to_do(state: State, process: str) -> Literal["lost", "start", "nothing"]:
+    """With a process of the run's plan that does not live: its workers are lost, it has yet to be one, or it is not wanted (now).
+
+    One that waits to be started again is started by the core's timer.
+    """
+    if any(launch_of(worker) == process for worker in _workers(state)):
+        return "lost"
+    record = state.restarts.get(WorkerId(process))
+    if record is not None and (record.due_at or record.evicted):
+        return "nothing"
+    if record is not None and record.starting:
+        return "start"
+    return "nothing" if any(launch_of(worker) == process for worker in state.fenced) else "start"
+
+
+def workers_of(state: State, process: str) -> dict[WorkerId, int]:
+    """The workers of a process that have joined -> their incarnations."""
+    incarnations = {worker: relay.incarnation for worker, relay in state.relays.items()} | state.trainer.ranks
+    incarnations |= {worker: replica.incarnation for worker, replica in state.replicas.items()}
+    return {worker: number for worker, number in incarnations.items() if launch_of(worker) == process}
+
+
+def _workers(state: State) -> list[WorkerId]:
+    return [*state.relays, *state.trainer.ranks, *state.replicas]
+
+
+def _shift(state: State, seconds: float) -> None:
+    """Later by so much: whatever has a moment at which it is over."""
+    for record in state.versions[-1:]:
+        record.deadline = _later(record.deadline, seconds)
+        record.awaited_until = _later(record.awaited_until, seconds)
+    state.pulls = {worker: _later(at, seconds) for worker, at in state.pulls.items()}
+    for restart in state.restarts.values():
+        restart.due_at = _later(restart.due_at, seconds)
+    state.repack.next_at = _later(state.repack.next_at, seconds)
+    state.stop_by = _later(state.stop_by, seconds)
+
+
+def _later(at: float, seconds: float) -> float:
+    """0 = there is none."""
+    return at + seconds if at else 0.0

@@ -1,0 +1,93 @@
+"""The controller of a real run is killed; another goes on where it was, with the same workers; nothing is lost or done twice."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from e2e import SMALL, Run, hosts_file, ledger_is_closed
+from e2e_replay import events_of
+
+from laminar.core import events
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 24
+OVERRIDES = (*SMALL, f"run.steps={STEPS}", "controller.orphan_timeout_s=90", "controller.heartbeat_timeout_s=60")
+
+
+def killed(run: Run) -> None:
+    run.signal(signal.SIGKILL)
+    run.process.wait(10.0)
+
+
+def check_steps(run: Run) -> None:
+    """Every step was trained once, on trajectories of its own, and each prompt was drawn once."""
+    done = [(event.step, event.attempt) for event in events_of(run) if isinstance(event, events.StepFinished)]
+    assert done == [(step, 1) for step in range(1, STEPS + 1)]
+    rows = "SELECT count(*), count(DISTINCT id) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY step"
+    assert run.query(rows) == [(16, 16)] * STEPS
+    twice = "SELECT prompt FROM trajectories GROUP BY prompt HAVING count(DISTINCT group_id) > 1"
+    assert run.query(twice) == []
+
+
+def test_a_run_whose_controller_is_killed_twice_goes_on_with_its_workers(tmp_path: Path) -> None:
+    with Run.start(tmp_path, hosts_file(tmp_path, ranks=2, replicas=2), *OVERRIDES) as first:
+        first.until_said(r"^step 5/")
+        workers = {process.pid for process in first.marked()} - {first.process.pid}
+        killed(first)
+        assert {process.pid for process in first.marked()} == workers, "workers live on without a controller"
+        with Run.resume(first.path) as second:
+            second.until_said(r"^goes on after a controller that died")
+            second.until_said(r"^step 12/")
+            killed(second)
+            with Run.resume(first.path) as third:
+                assert third.wait() == 0, third.output
+        assert not first.marked(), "the last controller stopped them all"
+        assert ledger_is_closed(third.output), third.output
+        assert first.num_dropped().keys() <= {"run_complete"}, third.output
+        check_steps(first)
+        kinds = [type(event) for event in events_of(first)]
+        assert (kinds.count(events.RunStarted), kinds.count(events.ControllerRestarted)) == (1, 2)
+        assert kinds.count(events.ReplicaJoined) == 2, "no replica had to join again"
+        lost = [event for event in events_of(first) if isinstance(event, events.WorkerLost)]
+        assert {event.reason for event in lost} <= {"said goodbye"}
+
+
+def test_a_run_whose_workers_died_with_the_controller_keeps_its_buffer_and_redoes_what_was_not_saved(
+    tmp_path: Path,
+) -> None:
+    overrides = (
+        *OVERRIDES,
+        "trainer.checkpoint_every=4",
+        "trainer.restarts=1",
+        "relay.restarts=1",
+        "rollout.restarts=1",
+    )
+    with Run.start(tmp_path, hosts_file(tmp_path), *overrides) as first:
+        first.until_said(r"^step 6/")
+        killed(first)
+        for process in first.marked():
+            process.kill()
+        with Run.resume(first.path) as second:
+            assert second.wait() == 0, second.output
+        assert "its process ended while no controller watched it" in second.output
+        assert ledger_is_closed(second.output), second.output
+        assert "resume" not in first.num_dropped(), "what was buffered and leased is still there"
+        done = {event.step: event.attempt for event in events_of(first) if isinstance(event, events.StepFinished)}
+        assert sorted(done) == list(range(1, STEPS + 1))
+        assert 2 in done.values()
+
+
+def test_what_cannot_go_on_as_it_was_is_refused_and_the_checkpoint_is_the_other_way(tmp_path: Path) -> None:
+    overrides = (*OVERRIDES, "trainer.checkpoint_every=2", "controller.orphan_timeout_s=1")
+    with Run.start(tmp_path, hosts_file(tmp_path), *overrides) as first:
+        first.until(lambda: first.checkpoints())
+        killed(first)
+        first.until(lambda: not first.marked())
+        with Run.resume(first.path, "run.steps=5") as refused:
+            assert refused.wait() == 2
+        assert "goes on as it was, without run.steps=5" in refused.output
+        last = first.checkpoints()[-1] + 2
+        with Run.resume(first.path, "--from-checkpoint", f"run.steps={last}") as second:
+            assert second.wait() == 0, second.output
+        assert f"step {last}/{last}" in second.output

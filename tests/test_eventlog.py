@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.controller import eventlog
 from laminar.controller.eventlog import EventLog
 from laminar.errors import StartError
 
@@ -151,13 +152,17 @@ def bug() -> None:
     raise ValueError("not an error of the disk at all")
 
 
-@pytest.mark.parametrize("before_commit", [full_disk, bug])
+def broken_disk() -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("before_commit", [broken_disk, bug])
 async def test_a_failed_write_reaches_those_who_wait_and_those_who_ask_later(tmp_path: Path, before_commit) -> None:
     log = begun(tmp_path, before_commit=before_commit)
     log.start(lambda seq: None)
     log.append(1, 0.0, "e", b"")
     for _ in range(2):
-        with pytest.raises((OSError, ValueError), match=r"No space left|not an error of the disk"):
+        with pytest.raises((OSError, ValueError), match=r"Input/output|not an error of the disk"):
             await durable(log, 1)
     assert log.failure is not None
     assert log.durable == 0
@@ -174,16 +179,62 @@ async def test_a_value_that_sqlite_does_not_take_is_a_failure_and_no_silent_end(
     log.close()
 
 
-async def test_a_database_that_reached_its_size_limit_fails_loudly(tmp_path: Path) -> None:
+class Stalls:
+    """What a log says of its disk; `heard` is set with every word."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.words: list[str | None] = []
+        self.heard = asyncio.Event()
+        log.on_stalled = self._note
+
+    def _note(self, reason: str | None) -> None:
+        self.words.append(reason)
+        self.heard.set()
+
+    async def next(self) -> str | None:
+        await asyncio.wait_for(self.heard.wait(), 10)
+        self.heard.clear()
+        return self.words[-1]
+
+
+async def test_a_full_disk_is_waited_for_and_everything_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "RETRY_S", 0.01)
+    is_full = True
+
+    def before_commit() -> None:
+        if is_full:
+            full_disk()
+
+    log = begun(tmp_path, before_commit=before_commit)
+    stalls = Stalls(log)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    assert "No space left" in str(await stalls.next())
+    log.append(2, 0.0, "e", b"")
+    assert log.durable == 0
+    is_full = False
+    assert await stalls.next() is None
+    await durable(log, 2)
+    assert rows(tmp_path, "SELECT seq FROM events") == [(1,), (2,)]
+    assert len(stalls.words) == 2
+    log.close()
+
+
+async def test_a_database_that_reached_its_size_limit_is_waited_for_until_the_end_and_then_a_failure(
+    tmp_path: Path,
+) -> None:
     log = begun(tmp_path)
+    stalls = Stalls(log)
     log.start(lambda seq: None)
     log.write("PRAGMA max_page_count = 1", ())  # SQLite's own full disk: SQLITE_FULL
     log.append(1, 0.0, "e", b"x" * 2_000_000)
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        await durable(log, 1)
+    assert "full" in str(await stalls.next())
     assert log.durable == 0
+    await asyncio.to_thread(log.close)
+    assert isinstance(log.failure, sqlite3.OperationalError)
     assert rows(tmp_path, "SELECT * FROM events") == []
-    log.close()
 
 
 async def test_a_failure_of_the_last_commit_is_not_hidden(tmp_path: Path) -> None:
@@ -251,3 +302,9 @@ def test_a_corrupt_database_is_a_start_error_that_names_it(tmp_path: Path) -> No
 def test_a_missing_directory_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot lock the run"):
         begun(tmp_path / "nowhere")
+
+
+def test_a_file_system_without_working_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eventlog.fcntl, "flock", lambda file, how: None)
+    with pytest.raises(StartError, match=r"no working locks .*choose a local one with run\.dir"):
+        begun(tmp_path)

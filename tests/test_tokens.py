@@ -1,6 +1,7 @@
 """The token store on real files: deltas, attempts, prefixes, segments, and readers in other threads."""
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from laminar import wire
 from laminar.controller import tokens
+from laminar.controller import tokens as tokens_module
 from laminar.controller.segments import Entry, read_segment
 from laminar.controller.tokens import TokenStore
 from laminar.errors import ProtocolError
@@ -373,3 +375,27 @@ def test_an_attempt_that_starts_again_has_no_prompt_until_it_says_so_itself(stor
         store.rows([A])
     store.put_own_prompt(A, 2, i32([8]))
     assert wire.unpack_i32(store.rows([A])[0].prompt_tokens) == [8]
+
+
+def test_what_a_full_disk_did_not_take_is_written_later_once_and_in_order(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, room = os.write, [10]
+
+    def write(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken = really(file, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(tokens_module.os, "write", write)
+    store.start(A, 1, GROUP, False)
+    store.append(A, 1, 2, wire.pack_i32([1, 2]), wire.pack_f32([-1.0] * 2), b"")
+    with pytest.raises(OSError, match="No space left"):
+        store.sync()
+    store.append(A, 1, 3, wire.pack_i32([3]), wire.pack_f32([-1.0]), b"")
+    room[0] = 1 << 20
+    store.sync()
+    entries = [entry for name in files(store) for entry in read_segment(store._directory / name)]
+    assert [(entry.start, list(wire.unpack_i32(entry.tokens))) for entry in entries] == [(0, [1, 2]), (2, [3])]

@@ -16,6 +16,7 @@ from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.plan import describe, plan, url_of
 from laminar.errors import ConfigError, LaminarError, StartError
+from laminar.logs import Lossy
 
 EXIT_INTERRUPTED = 130
 EPILOG = """\
@@ -166,10 +167,10 @@ def _log_to(path: Path) -> Iterator[None]:
     import structlog
 
     try:
-        file = path.open("a", buffering=1)
+        opened = path.open("a", buffering=1)
     except OSError as error:
         raise StartError(f"cannot write {path}: {error.strerror}") from error
-    with file:
+    with contextlib.closing(Lossy(opened)) as file:
         render = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
         stamp = structlog.processors.TimeStamper(fmt="iso")
         structlog.configure(

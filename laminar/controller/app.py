@@ -169,6 +169,7 @@ class Application:
         self._runtime.observe = self._observe
         self._runtime.settled = self._keep
         self._channels.hurry = self._log.hurry
+        self._log.on_stalled = self._on_stalled
         self._server.on_message = self._intake.on_message
         self._server.on_broken = lambda c: self._post(
             events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
@@ -309,6 +310,11 @@ class Application:
         if isinstance(event, events.StepFinished | events.RunStarted | events.ControllerRestarted):
             body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
             self._log.snapshot(event.seq, body)
+
+    def _on_stalled(self, reason: str | None) -> None:
+        if reason is None:
+            self._display.say("the disk takes everything again")
+        self._post(events.StorageRecovered() if reason is None else events.StorageFailed(reason=reason))
 
     def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
         workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]

@@ -4,7 +4,8 @@ Invariants:
 * Events reach the disk in order, at most `commit_s` after `append` (at once when someone waits for them).
 * Token segments named by an event are on disk before the event commits (`before_commit`).
 * `durable` only grows; waiters of `when_durable(seq)` wake when it reaches their seq.
-* A failed write is never hidden: `failure` holds it, waiters get it, nothing later is called durable.
+* A full disk, or a locked database, is waited for: `on_stalled(reason)`, then `on_stalled(None)` when it has taken everything.
+* Any other failed write is final and never hidden: `failure` holds it, waiters get it, nothing later is called durable.
 * One controller per run: `run.lock` beside the database is held for the life of the process (flock, so it dies with it).
 
 * What workers are told that they may forget (`frames`) commits with the events made of it, or after them.
@@ -15,6 +16,7 @@ Any SQLite client reads them, also while the run goes on.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import heapq
 import os
@@ -54,10 +56,13 @@ CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 
 
+Statement = tuple[str, Sequence[Any]]
+"""SQL and its parameters."""
 Frame = tuple[str, int, int]
 """(worker, incarnation, number) of a frame from a worker."""
 
 SNAPSHOTS_KEPT = 2  # one that is torn must not be the only one
+RETRY_S = 1.0  # a full disk is looked at so often
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
 
 
@@ -76,18 +81,20 @@ class EventLog:
         """The first boot of which this process has the state; its own if it began anew."""
         self._commit_s = commit_s
         self._before_commit = before_commit
-        self._pending: list[tuple[str, Sequence[Any]]] = []
+        self._pending: list[Statement] = []
         self._frames: dict[tuple[str, int], int] = {}
         """Highest frame of each worker that is heard and not written."""
         self._appended = 0
         self._boot = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._hurry = threading.Event()
         self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
         self._num_waiters = 0
         self._on_durable: Callable[[int], None] = lambda seq: None
+        self.on_stalled: Callable[[str | None], None] = lambda reason: None
+        """Called on the loop with the reason when nothing can be written, and with None when all that waited has been."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock_file = -1
@@ -144,6 +151,12 @@ class EventLog:
             ) from None
         except OSError as error:
             raise StartError(f"cannot lock the run with {path}: {error.strerror}") from error
+        if not _locks_work(path):
+            self._release_lock()
+            raise StartError(
+                f"the file system of {self.path.parent} has no working locks (flock), so two controllers could write one run; "
+                "choose a local one with run.dir"
+            )
         os.ftruncate(self._lock_file, 0)
         os.pwrite(self._lock_file, f"with pid {pid} on {host}\n".encode(), 0)
 
@@ -209,7 +222,7 @@ class EventLog:
         """
         if outcome:
             self.write("UPDATE boots SET outcome = ? WHERE boot = ?", (outcome, self._boot))
-        self._closing = True
+        self._closing.set()
         self.hurry()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -223,7 +236,7 @@ class EventLog:
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database:
                 _prepare(database)
-                while not self._closing or self._pending:
+                while not self._closing.is_set() or self._pending:
                     self._wait()
                     self._tell(self._advance, self._commit(database))
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -243,15 +256,35 @@ class EventLog:
             batch, self._pending = self._pending, []
             frames, self._frames = self._frames, {}
             seq = self._appended
+        rows = [(*worker, number) for worker, number in frames.items()]
+        if batch or rows:
+            self._write_patiently(database, batch, rows)
+        return seq
+
+    def _write_patiently(self, database: sqlite3.Connection, batch: list[Statement], rows: list[Frame]) -> None:
+        """Again and again while the disk is full, until the log is to be closed."""
+        stalled = False
+        while True:
+            try:
+                self._write(database, batch, rows)
+                break
+            except (OSError, sqlite3.Error) as error:
+                if self._closing.is_set() or not _may_clear(error):
+                    raise
+                if not stalled:
+                    self._tell(self.on_stalled, f"{self.path.parent}: {error}")
+                stalled = True
+                self._closing.wait(RETRY_S)
+        if stalled:
+            self._tell(self.on_stalled, None)
+
+    def _write(self, database: sqlite3.Connection, batch: list[Statement], rows: list[Frame]) -> None:
         if batch:
             self._before_commit()
-        if batch or frames:
-            with database:
-                for statement, parameters in batch:
-                    database.execute(statement, parameters)
-                rows = [(*worker, number) for worker, number in frames.items()]
-                database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", rows)
-        return seq
+        with database:
+            for statement, parameters in batch:
+                database.execute(statement, parameters)
+            database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", rows)
 
     def _tell(self, function: Callable[..., None], argument: Any) -> None:
         assert self._loop is not None
@@ -273,6 +306,26 @@ class EventLog:
             if not waiter.done():
                 waiter.set_exception(error)
         self._waiters.clear()
+
+
+def _locks_work(path: Path) -> bool:
+    """Whether a file that is locked cannot be locked again."""
+    second = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(second)
+    return False
+
+
+def _may_clear(error: OSError | sqlite3.Error) -> bool:
+    """Whether the same write may succeed later: somebody makes room, or lets the database go."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _continued(database: sqlite3.Connection) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from laminar.controller.runtime import Runtime
 from laminar.core import events
 from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
+from laminar.logs import Lossy
 
 
 class Window(msgspec.Struct, kw_only=True):
@@ -39,7 +40,7 @@ class Telemetry:
         self.history: list[dict[str, float]] = []
         """Metrics of the steps of this process."""
         self._runtime, self._log = runtime, log
-        self._file = path.open("a", buffering=1)
+        self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
 
     def close(self) -> None:

@@ -232,16 +232,21 @@ class TokenStore:
             self._new_segment()
 
     def sync(self) -> None:
-        """Everything handed over so far is on disk when this returns. OSError if the disk does not take it."""
+        """Everything handed over so far is on disk when this returns. OSError if the disk does not take it; then it is kept."""
         with self._disk:
             with self._lock:
                 outgoing, self._outgoing = self._outgoing, []
                 full, self._full = self._full, []
-            for file in dict.fromkeys(file for file, _ in outgoing):
-                data = memoryview(b"".join(part for owner, part in outgoing if owner == file))
-                while data:
-                    data = data[os.write(file, data) :]
-                os.fdatasync(file)
+            by_file = {file: b"".join(part for owner, part in outgoing if owner == file) for file, _ in outgoing}
+            try:
+                for file in list(by_file):
+                    _write(file, by_file)
+                    os.fdatasync(file)
+                    del by_file[file]
+            except OSError:
+                with self._lock:
+                    self._outgoing, self._full = [*by_file.items(), *self._outgoing], [*full, *self._full]
+                raise
             for file in full:
                 os.close(file)
 
@@ -271,6 +276,12 @@ class TokenStore:
             os.close(segment.file)
         if not segment.users:
             segment.path.unlink(missing_ok=True)
+
+
+def _write(file: int, rest: dict[int, bytes]) -> None:
+    """What `rest` has for the file; also if that fails in the middle, only what was not written is left there."""
+    while rest[file]:
+        rest[file] = rest[file][os.write(file, rest[file]) :]
 
 
 def _require_fit(report: wire.RolloutReport, lengths: list[int], news: list[int]) -> None:

@@ -18,6 +18,7 @@ import structlog
 
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
+from laminar.logs import Lossy
 from laminar.wire import ArrangeChain, LinkBroken, RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
@@ -36,7 +37,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> int:
     """Exit status: 0 after a stop that was asked for, 1 otherwise."""
     arguments = _parse()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(Lossy(sys.stderr)))
     try:
         return asyncio.run(_run(arguments))
     except LaminarError as error:

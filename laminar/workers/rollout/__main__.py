@@ -16,6 +16,7 @@ from typing import NoReturn
 import structlog
 
 from laminar.errors import LaminarError
+from laminar.logs import Lossy
 from laminar.workers.link import Link, Orphaned
 from laminar.workers.rollout.engines import ENGINES, EngineChoice
 from laminar.workers.rollout.worker import RolloutWorker
@@ -26,7 +27,7 @@ EXIT_STOPPED, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
 def main() -> NoReturn:
     """Run the worker and end the process."""
     arguments = _parse()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(Lossy(sys.stderr)))
     status = EXIT_FAILED
     try:
         status = _new_loop().run_until_complete(_run(arguments))

@@ -1,4 +1,4 @@
-"""A real run whose disk fills up begins nothing new, says so, and goes on when there is room again. Needs root, for its own mount."""
+"""A real run whose disk fills up begins nothing new, says so, and goes on when there is room. Needs root, for its own mount."""
 
 import contextlib
 import os

@@ -237,6 +237,16 @@ class RelayConfig(Section, frozen=True, kw_only=True):
     """A link between two relays over which no byte comes for so long while bytes are due is broken; docs/relays.md."""
     deltas: Literal["auto", "always", "never"] = "auto"
     """Chunks go from relay to relay as lossless differences to the version before: where that is faster, always, or never."""
+    chunk_mib: int = 1
+    """Versions are forwarded by so many MiB; 0 = by what suits the measured link and the length of the chain (docs/relays.md)."""
+    rate_limit_mbit: float = 0.0
+    """What a relay may send to its neighbour, Mbit/s; 0 = no limit."""
+    transport: Literal["tcp", "ucx"] = "tcp"
+    """What links between relays are made of: plain sockets, or UCX, which is a package of its own; docs/relays.md."""
+    streams: int = 1
+    """`tcp`: sockets per link, which share its bytes; one is worth 2 to 4 GB/s."""
+    require_rdma: bool = False
+    """A relay whose transport finds no RDMA device does not start. UCX would use TCP instead, and say so in the log only."""
 
 
 class ControllerConfig(Section, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ PARTNERS: tuple[tuple[str, str, Any], ...] = (
     ("rollout.staleness_budget", "rollout.refresh_policy", "rolling"),
     ("repack.policy", "repack.enabled", True),
     ("buffer.straggler_factor", "buffer.stragglers", "drop"),
+    ("relay.streams", "relay.transport", "tcp"),
 )
 """(a key, the key and the value without which it has no effect)."""
 
@@ -63,6 +64,7 @@ _LEAST: dict[str, int] = {
     "trainer.checkpoint_every": 0,
     "trainer.restarts": 0,
     "trainer.micro_batch_tokens": 1,
+    "relay.rate_limit_mbit": 0,
 }
 """Smallest value that means something."""
 _POSITIVE = (
@@ -247,6 +249,15 @@ def _relay_rules(c: Config) -> _Rules:
             f"relay.link_timeout_s = {c.relay.link_timeout_s}: at least 0.2 (signs of life come every 0.1 s)",
         ),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
+        (
+            not 0 <= c.relay.chunk_mib <= 64,
+            f"relay.chunk_mib = {c.relay.chunk_mib}: from 1 to 64, or 0 to have it chosen",
+        ),
+        (not 1 <= c.relay.streams <= 16, f"relay.streams = {c.relay.streams}: between 1 and 16"),
+        (
+            c.relay.require_rdma and c.relay.transport == "tcp",
+            'relay.require_rdma = true cannot be had with relay.transport = "tcp": choose "ucx"',
+        ),
     ]
 
 

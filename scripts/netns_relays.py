@@ -212,17 +212,16 @@ def line_time_s(network: Network, num_bytes: int) -> float:
 
 GLOO = """
 import sys, time, torch, torch.distributed as dist
-rank, world, address, size = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+rank, world, address, size, rounds = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://{address}:7312", rank=rank, world_size=world)
 data = torch.zeros(size, dtype=torch.uint8)
-for _ in range(2):
+for _ in range(rounds):
     dist.barrier()
     began = time.monotonic()
     dist.broadcast(data, 0)
     dist.barrier()
-    seconds = time.monotonic() - began
-print(seconds)
+    print(time.monotonic() - began)
 """
 
 
@@ -233,13 +232,13 @@ def gloo_s(network: Network, num_hosts: int, num_bytes: int) -> float:
     processes = [
         network.inside(
             rank,
-            [*command, str(rank), str(num_hosts), network.address(0), str(num_bytes)],
+            [*command, str(rank), str(num_hosts), network.address(0), str(num_bytes), "2"],
             env=environment,
             stdout=subprocess.PIPE,
         )
         for rank in range(num_hosts)
     ]
-    return max(float(process.communicate(timeout=300)[0]) for process in processes)
+    return max(float(process.communicate(timeout=300)[0].split()[-1]) for process in processes)
 
 
 def formula(num_relays: int, num_bytes: int, chunk_mib: int) -> float:

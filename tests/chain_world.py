@@ -34,12 +34,19 @@ def content(version: Version, num_bytes: int) -> np.ndarray:
 class Relay:
     """One daemon of a chain."""
 
-    def __init__(self, name: str, token: str = TOKEN, progress_timeout_s: float = 2.0, deltas: str = "auto") -> None:
+    def __init__(
+        self,
+        name: str,
+        token: str = TOKEN,
+        progress_timeout_s: float = 2.0,
+        deltas: str = "auto",
+        options: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
         self.run_id = f"test-{uuid.uuid4().hex[:10]}-{name}"
         self.directory = paths.shm_directory(self.run_id)
         self.progress_timeout_s = progress_timeout_s
-        self.token, self.deltas = token, deltas
+        self.token, self.deltas, self.options = token, deltas, options
         self.start()
 
     def start(self) -> None:
@@ -51,6 +58,7 @@ class Relay:
             str(self.progress_timeout_s),
             "--deltas",
             self.deltas,
+            *self.options,
         ]
         environment = {**os.environ, "LAMINAR_TOKEN": self.token}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -111,7 +119,7 @@ def arrange(epoch: int, relays: list[Relay]) -> None:
     for at in range(len(relays) - 1, -1, -1):
         upstream = relays[at - 1].name if at else None
         downstream = relays[at + 1].neighbour if at + 1 < len(relays) else None
-        relays[at].client.arrange(epoch, upstream, downstream)
+        relays[at].client.arrange(epoch, upstream, downstream, len(relays))
 
 
 @contextlib.contextmanager

@@ -201,8 +201,8 @@ async def test_relays_that_listen_are_told_their_neighbours(world: World) -> Non
     neighbour = wire.Neighbour(name=second, host="here", port=7)
     world.effects.relay_addresses = {first: wire.Neighbour(name=first, host="here", port=6), second: neighbour}
     world.effects.perform(actions.ArrangeChain(cause=1, epoch=3, order=[first, second], master=first))
-    assert await world.received(first) == wire.ArrangeChain(epoch=3, upstream=None, downstream=neighbour)
-    assert await world.received(second) == wire.ArrangeChain(epoch=3, upstream=first, downstream=None)
+    assert await world.received(first) == wire.ArrangeChain(epoch=3, upstream=None, downstream=neighbour, num_relays=2)
+    assert await world.received(second) == wire.ArrangeChain(epoch=3, upstream=first, downstream=None, num_relays=2)
 
 
 async def test_every_rank_of_the_trainer_gets_the_same_orders(world: World) -> None:

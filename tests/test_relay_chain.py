@@ -12,8 +12,9 @@ import pytest
 from chain_world import Relay, arrange, chain
 from relay_world import LIMIT_S
 
-from laminar.workers.relay import paths
+from laminar.workers.relay import paths, protocol
 from laminar.workers.relay.client import RelayError
+from laminar.workers.relay.manifest import BLOCK_BYTES
 
 SMALL = 3 * (1 << 20) + 4096  # ends within a digest block
 MEDIUM = 48 << 20  # more than the buffers between two relays hold
@@ -136,6 +137,35 @@ def test_a_relay_that_lacks_the_base_gets_whole_chunks():
             assert relays[1].client.status().chain_wire_bytes == weights.nbytes
         finally:
             late.end()
+
+
+def test_a_limited_link_shows_how_far_a_version_has_come_at_both_its_ends():
+    with chain(2, options=("--rate-limit-mbit", "20")) as relays:
+        version = relays[0].publish(1, 8 << 20)
+
+        def is_half_way(status: protocol.Status, end: str) -> bool:
+            progress = getattr(status.chain, end)
+            return (
+                progress is not None and progress.version == version and 0 < progress.num_bytes < progress.total_bytes
+            )
+
+        relays[1].until(lambda status: is_half_way(status, "incoming"))
+        relays[0].until(lambda status: is_half_way(status, "outgoing"))
+        assert relays[1].holds(version, 8 << 20)
+        relays[0].until(lambda status: status.chain is not None and status.chain.outgoing is None)
+
+
+def test_chunks_are_sized_by_the_link_where_no_size_is_set():
+    with chain(3, options=("--chunk-mib", "0")) as relays:
+        for step in (1, 2):
+            version = relays[0].publish(step, MEDIUM)
+            assert relays[2].holds(version, MEDIUM)
+        status = relays[0].client.status().chain
+        assert status is not None
+        assert status.start_s > 0
+        assert status.byte_s > 0
+        assert status.chunk_bytes > 0
+        assert status.chunk_bytes % BLOCK_BYTES == 0
 
 
 def test_a_stranger_without_the_runs_token_gets_no_link():

@@ -184,8 +184,10 @@ class Effects:
             if worker in self.relay_addresses:
                 upstream = action.order[at - 1] if at else None
                 downstream = self.relay_addresses.get(action.order[at + 1]) if at + 1 < len(action.order) else None
-                message = wire.ArrangeChain(epoch=action.epoch, upstream=upstream, downstream=downstream)
-                self._channels.send(worker, message, action.cause)
+                place = wire.ArrangeChain(
+                    epoch=action.epoch, upstream=upstream, downstream=downstream, num_relays=len(action.order)
+                )
+                self._channels.send(worker, place, action.cause)
 
     def _train(self, action: actions.StartTrainStep) -> None:
         rows = [

@@ -66,6 +66,8 @@ class ArrangeChain(Message, frozen=True, kw_only=True):
     """Name of the relay that will connect; None: this one is the first."""
     downstream: Neighbour | None
     """The relay to connect to; None: this one is the last."""
+    num_relays: int = 0
+    """Of the whole chain; 0: not told."""
 
 
 FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken

@@ -22,12 +22,12 @@ from laminar.logs import Lossy
 from laminar.wire import ArrangeChain, LinkBroken, RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
-from laminar.workers.relay.chain import CHUNK_BYTES, Place
+from laminar.workers.relay.chain import Place
 from laminar.workers.relay.chain_frames import SIGN_OF_LIFE_S
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.delta import MODES
 from laminar.workers.relay.versions import Told
-from laminar.workers.transport import make_transport
+from laminar.workers.transport import RDMA, STREAMS_MAX, TRANSPORTS, make_transport
 
 log = structlog.get_logger("laminar.relay")
 
@@ -57,12 +57,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--listen", metavar="HOST[:PORT]", type=_address, help="take part in a chain, with links to this address"
     )
+    parser.add_argument("--transport", choices=TRANSPORTS, help="as relay.transport")
+    parser.add_argument("--streams", type=int, metavar="N", help="as relay.streams")
+    parser.add_argument("--require-rdma", action="store_true", help="as relay.require_rdma")
     parser.add_argument("--progress-timeout", type=float, metavar="S", help="as relay.link_timeout_s")
-    parser.add_argument("--chunk-mib", type=int, default=CHUNK_BYTES >> 20, metavar="N", help="most sent in one go")
+    parser.add_argument("--chunk-mib", type=int, metavar="N", help="as relay.chunk_mib")
+    parser.add_argument("--rate-limit-mbit", type=float, metavar="N", help="as relay.rate_limit_mbit")
     parser.add_argument("--deltas", choices=MODES, help="as relay.deltas")
     arguments = parser.parse_args()
-    if arguments.chunk_mib < 1 or (arguments.progress_timeout or 1.0) < 2 * SIGN_OF_LIFE_S:
-        parser.error(f"--chunk-mib: at least 1; --progress-timeout: at least {2 * SIGN_OF_LIFE_S:g}")
+    if (arguments.chunk_mib or 0) < 0 or (arguments.rate_limit_mbit or 0.0) < 0:
+        parser.error("--chunk-mib and --rate-limit-mbit: 0 or more")
+    if (arguments.progress_timeout or 1.0) < 2 * SIGN_OF_LIFE_S:
+        parser.error(f"--progress-timeout {arguments.progress_timeout:g}: at least {2 * SIGN_OF_LIFE_S:g}")
+    if arguments.streams is not None and not 1 <= arguments.streams <= STREAMS_MAX:
+        parser.error(f"--streams {arguments.streams}: between 1 and {STREAMS_MAX}")
     if arguments.slots is not None and arguments.slots < 2:
         parser.error(f"--slots {arguments.slots}: at least 2 (newest and incoming)")
     return arguments
@@ -111,11 +119,29 @@ def _place(arguments: argparse.Namespace, config: RelayConfig) -> Place:
     token = os.environ.get("LAMINAR_TOKEN", "")
     if not token:
         raise StartError("--listen needs the run's token in LAMINAR_TOKEN: links are authenticated with it")
-    transport = make_transport("tcp", arguments.progress_timeout or config.link_timeout_s)
+    transport = make_transport(
+        arguments.transport or config.transport,
+        arguments.progress_timeout or config.link_timeout_s,
+        streams=arguments.streams or config.streams,
+        require_rdma=arguments.require_rdma or config.require_rdma,
+    )
+    if transport.name != "tcp" and transport.medium != RDMA:
+        log.warning(
+            "relay_without_rdma", transport=transport.name, medium=transport.medium, see="docs/relays.md, Transports"
+        )
     host, port = arguments.listen
-    chunk_bytes = arguments.chunk_mib << 20
-    deltas = arguments.deltas or config.deltas
-    return Place(arguments.name, token, transport, host, port, chunk_bytes=chunk_bytes, deltas=deltas)
+    chunk_mib = config.chunk_mib if arguments.chunk_mib is None else arguments.chunk_mib
+    rate_limit_mbit = config.rate_limit_mbit if arguments.rate_limit_mbit is None else arguments.rate_limit_mbit
+    return Place(
+        arguments.name,
+        token,
+        transport,
+        host,
+        port,
+        chunk_bytes=chunk_mib << 20,
+        bytes_per_s_max=rate_limit_mbit * 1e6 / 8,
+        deltas=arguments.deltas or config.deltas,
+    )
 
 
 async def _serve_run(arguments: argparse.Namespace) -> int:
@@ -146,7 +172,7 @@ async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argpar
     link.send(RelayReady(directory=str(server.directory), chain_port=port))
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
-            server.arrange(order.epoch, order.upstream, order.downstream)
+            server.arrange(order.epoch, order.upstream, order.downstream, order.num_relays)
 
 
 async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:

@@ -23,15 +23,15 @@ from laminar.errors import LaminarError, ProtocolError
 from laminar.wire import Neighbour
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay.chain_receive import Receiver
-from laminar.workers.relay.chain_send import News, Sender, Sent
+from laminar.workers.relay.chain_send import Cut, News, Sender, Sent
 from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.manifest import BLOCK_BYTES
 from laminar.workers.transport import Link, LinkEnded, Transport
 
 log = structlog.get_logger("laminar.relay.chain")
 
 RETRY_S = 0.01  # for a neighbour that has not heard of the epoch yet: the controller told it in the same instant
 CONNECT_TIMEOUT_S = 3.0  # for that neighbour, and for a first connection; a dead process refuses at once
-CHUNK_BYTES = 1 << 20  # starting a send costs next to nothing here, so the smallest is the best: docs/relays.md
 LINKS_MAX = 32  # accepted at a time; one is in use, others are old ones that end or strangers that fail their proof
 
 
@@ -46,8 +46,10 @@ class Place(NamedTuple):
     """Address to listen on."""
     port: int = 0
     """0 = any free one."""
-    chunk_bytes: int = CHUNK_BYTES
-    """Bytes are forwarded by so many, a multiple of a digest block."""
+    chunk_bytes: int = BLOCK_BYTES
+    """Bytes are forwarded by so many, a multiple of a digest block; 0 = by what suits the link and the chain."""
+    bytes_per_s_max: float = 0.0
+    """Of the link downstream; 0 = no limit."""
     deltas: str = "auto"
     """``auto``: where they are faster; ``always``, ``never``."""
 
@@ -59,14 +61,14 @@ class Chain:
         """Raises StartError when it cannot listen."""
         self._name, self._token, self._transport = place.name, place.token, place.transport
         self._store, self._on_broken = store, on_broken
-        self._chunk_bytes, self._deltas = place.chunk_bytes, place.deltas
+        self._place = place
         self.sent = Sent()
         self._news = News()
         self._listener = place.transport.listen(place.host, place.port)
         self.port = self._listener.port
         self._lock = threading.Lock()
         """Guards what follows."""
-        self._epoch = 0
+        self._epoch = self._num_relays = 0
         self._upstream: str | None = None
         self._receiving_turn = threading.Lock()
         """Held by the one thread that may write what comes from upstream."""
@@ -81,12 +83,23 @@ class Chain:
         """Of the present chain; 0 = none yet."""
         return self._epoch
 
-    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None) -> None:
-        """Connect anew. What an older epoch's links do from now on has no effect; an older epoch is ignored."""
+    @property
+    def transport(self) -> str:
+        """Its name, and what the links of the present epoch really move bytes over, else what it may."""
+        with self._lock:
+            links = [link for link in (self._receiving, self._sending) if link is not None]
+        media = dict.fromkeys(link.medium for link in links) or [self._transport.medium]
+        return f"{self._transport.name} over {' and '.join(media)}"
+
+    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None, num_relays: int = 0) -> None:
+        """Connect anew. What an older epoch's links do from now on has no effect; an older epoch is ignored.
+
+        `num_relays`: length of the chain, 0 = not known.
+        """
         with self._lock:
             if epoch <= self._epoch or self._closed:
                 return
-            self._epoch, self._upstream = epoch, upstream
+            self._epoch, self._upstream, self._num_relays = epoch, upstream, num_relays
             old = [link for link in (self._receiving, self._sending) if link is not None]
             self._receiving = self._sending = None
         for link in old:
@@ -143,6 +156,7 @@ class Chain:
             incoming = frames.Frames(link)
             hello = self._admit(link, incoming)
             if hello is not None:
+                self._promote(link, hello.name, hello.epoch)
                 with self._receiving_turn:  # its last holder's link is closed: that thread is on its way out
                     self._receiver(link, incoming, hello.epoch).run()
         except (LinkEnded, LaminarError) as error:
@@ -177,6 +191,11 @@ class Chain:
         frames.send(link, frames.Welcome())
         return hello
 
+    def _promote(self, link: Link, peer: str, epoch: int) -> None:
+        """Both ends have proved who they are."""
+        link.promote()
+        log.info("chain_link", peer=peer, epoch=epoch, transport=self._transport.name, medium=link.medium)
+
     def _refusal(self, hello: frames.Hello) -> frames.Refused | None:
         if hello.epoch > self._epoch:
             return frames.Refused(reason=f"{self._name} has not heard of epoch {hello.epoch}", early=True)
@@ -201,6 +220,7 @@ class Chain:
         try:
             link = self._connect(epoch, peer)
             if link is not None:
+                self._promote(link, peer.name, epoch)
                 self._sender(link, epoch).run()
         except (LinkEnded, LaminarError) as error:
             self._broken(peer.name, epoch, error)
@@ -209,15 +229,9 @@ class Chain:
                 link.close()
 
     def _sender(self, link: Link, epoch: int) -> Sender:
-        return Sender(
-            link,
-            self._store,
-            self._news,
-            self.sent,
-            lambda: not self._is_current(epoch),
-            chunk_bytes=self._chunk_bytes,
-            deltas=self._deltas,
-        )
+        place = self._place
+        cut = Cut(place.chunk_bytes, place.deltas, self._num_relays, place.bytes_per_s_max)
+        return Sender(link, self._store, self._news, self.sent, lambda: not self._is_current(epoch), cut)
 
     def _connect(self, epoch: int, peer: Neighbour) -> Link | None:
         """The link, once the neighbour welcomes it; None if the epoch is over before."""

@@ -4,22 +4,43 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import delta
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.flow import Flow
+from laminar.workers.relay.pacing import LinkCost, TokenBucket
 from laminar.workers.transport import Link, LinkEnded
 
 OFFER_AGAIN_S = 1.0  # a neighbour whose slots are all leased takes a version later
+STARTS = 8  # empty messages by which a new link's start-up time is measured
 
 
 class Sent:
-    """What went downstream so far, over all links of this relay."""
+    """What went downstream so far, over all links of this relay, and how it goes now."""
 
     def __init__(self) -> None:
         self.version_bytes = self.wire_bytes = 0
         """Of versions; and what was sent for them, which is less with deltas."""
+        self.chunk_bytes = 0
+        """Of the version that was sent last."""
+        self.cost = LinkCost()
+        """Of the present link."""
+        self.under_way: tuple[Flow, int] | None = None
+        """A version, and how many of its bytes the neighbour has."""
+
+
+class Cut(NamedTuple):
+    """How a sender cuts and paces versions."""
+
+    chunk_bytes: int
+    """0: what suits the link (`pacing.best_chunk_bytes`)."""
+    deltas: str
+    num_relays: int
+    """Of the chain, for that; 0: not known."""
+    bytes_per_s_max: float
+    """0: no limit."""
 
 
 class News:
@@ -51,16 +72,16 @@ class Sender:
         news: News,
         sent: Sent,
         is_over: Callable[[], bool],
-        *,
-        chunk_bytes: int,
-        deltas: str,
+        cut: Cut,
     ) -> None:
         self._link, self._store, self._news, self._sent, self._is_over = link, store, news, sent, is_over
-        self._chunk_bytes, self._deltas = chunk_bytes, deltas
+        self._cut, self._bucket = cut, TokenBucket(cut.bytes_per_s_max)
         self._incoming = frames.Frames(link)
 
     def run(self) -> None:
         """The newest version, again and again. Raises LinkEnded; ProtocolError for a peer that does not keep to the rules."""
+        self._sent.cost = LinkCost()
+        self._sent.cost.started([_clocked(lambda: frames.send_nothing(self._link)) for _ in range(STARTS)])
         offered, offer_again_at = None, 0.0
         while not self._is_over():
             count = self._news.count
@@ -82,21 +103,37 @@ class Sender:
             return False
         if not have.complete:
             with self._store.held(self._store.ready(have.base) if have.base else None) as base:
-                self._send_rest(flow, base, have.offset)
+                try:
+                    self._send_rest(flow, base, have.offset)
+                finally:
+                    self._sent.under_way = None
             self._send_end(flow)
         return True
 
     def _send_rest(self, flow: Flow, base: Flow | None, start: int) -> None:
         """Chunks from `start` on, as they arrive here, each whole or as a delta to `base`."""
-        pace = delta.Pace(self._deltas)
+        pace = delta.Pace(self._cut.deltas)
+        chunk_bytes = self._chunk_bytes(flow.num_bytes)
         while start < flow.num_bytes and not flow.lost and not self._is_over():
-            end = min(start + self._chunk_bytes, flow.num_bytes)
-            if flow.wait_for(end, frames.SIGN_OF_LIFE_S) < end:
+            end = min(start + chunk_bytes, flow.num_bytes)
+            self._sent.under_way = flow, start
+            if (wait_s := self._bucket.wait_s()) > 0:
+                time.sleep(min(wait_s, frames.SIGN_OF_LIFE_S))
+                frames.send_nothing(self._link)
+            elif flow.wait_for(end, frames.SIGN_OF_LIFE_S) < end:
                 frames.send_nothing(self._link)
             else:
-                self._sent.wire_bytes += self._send_chunk(flow, base, pace, start, end)
+                wire_bytes = self._send_chunk(flow, base, pace, start, end)
+                self._bucket.spend(wire_bytes)
+                self._sent.wire_bytes += wire_bytes
                 self._sent.version_bytes += end - start
                 start = end
+
+    def _chunk_bytes(self, num_bytes: int) -> int:
+        """For a version of this size."""
+        chosen = self._cut.chunk_bytes or self._sent.cost.best_chunk_bytes(num_bytes, self._cut.num_relays)
+        self._sent.chunk_bytes = chosen
+        return chosen
 
     def _send_chunk(self, flow: Flow, base: Flow | None, pace: delta.Pace, start: int, end: int) -> int:
         """Bytes that it took."""
@@ -106,7 +143,7 @@ class Sender:
         if as_delta and base is not None:
             made = delta.encode(part, base.buffer[start:end], flow.manifest.item_bytes)
         if made is None:
-            frames.send_bytes(self._link, start, part)
+            self._sent.cost.took(part.nbytes, _clocked(lambda: frames.send_bytes(self._link, start, part)))
         else:
             frames.send_delta(self._link, start, made)
         pace.took(part.nbytes, time.perf_counter() - began, as_delta=as_delta)
@@ -122,3 +159,10 @@ class Sender:
         assert isinstance(done, frames.Done)
         if not done.verified and flow.digest:
             raise LinkEnded(f"{self._link.peer} received {flow.version} with wrong bytes")
+
+
+def _clocked(work: Callable[[], None]) -> float:
+    """Seconds that it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -113,9 +113,10 @@ class RelayClient:
             lease.verify()
         return lease
 
-    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None) -> None:
-        """Give a relay that stands alone its place in a chain. Raises RelayError."""
-        self._ask(protocol.Arrange(epoch=epoch, upstream=upstream, downstream=downstream), protocol.Done)
+    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None, num_relays: int = 0) -> None:
+        """Give a relay that stands alone its place in a chain of so many (0: not told). Raises RelayError."""
+        place = protocol.Arrange(epoch=epoch, upstream=upstream, downstream=downstream, num_relays=num_relays)
+        self._ask(place, protocol.Done)
 
     def status(self) -> Status:
         """Slots, their states, leases and bytes, now. Raises RelayError."""

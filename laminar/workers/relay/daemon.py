@@ -28,6 +28,7 @@ from laminar.wire import Neighbour
 from laminar.workers.relay import protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.protocol import RelayError
 from laminar.workers.relay.slot_files import free_bytes
 from laminar.workers.relay.slots import Slot
@@ -106,11 +107,11 @@ class RelayServer:
         self.versions.on_news = self._chain.wake
         return self._chain.port
 
-    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None) -> None:
+    def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None, num_relays: int = 0) -> None:
         """Take this place in the chain. Raises RelayError when it has not joined one."""
         if self._chain is None:
             raise RelayError("this relay takes part in no chain: start it with --listen")
-        self._chain.arrange(epoch, upstream, downstream)
+        self._chain.arrange(epoch, upstream, downstream, num_relays)
 
     # ---- connections
 
@@ -189,7 +190,7 @@ class RelayServer:
             case protocol.Release():
                 return self._release(connection, request)
             case protocol.Arrange():
-                self.arrange(request.epoch, request.upstream, request.downstream)
+                self.arrange(request.epoch, request.upstream, request.downstream, request.num_relays)
                 return protocol.Done()
             case protocol.GetStatus():
                 return self._status()
@@ -254,10 +255,22 @@ class RelayServer:
             num_connections=len(self._connections),
             num_prefaulted=self.versions.num_prefaulted,
             chain_port=self._chain.port if self._chain is not None else 0,
+            chain=self._chain_status(self._chain) if self._chain is not None else None,
             chain_epoch=self._chain.epoch if self._chain is not None else 0,
             chain_sent_bytes=self._chain.sent.version_bytes if self._chain is not None else 0,
             chain_wire_bytes=self._chain.sent.wire_bytes if self._chain is not None else 0,
             chain_broken=list(self._broken),
+        )
+
+    def _chain_status(self, chain: Chain) -> protocol.ChainStatus:
+        coming, going = self.versions.incoming, chain.sent.under_way
+        return protocol.ChainStatus(
+            transport=chain.transport,
+            chunk_bytes=chain.sent.chunk_bytes,
+            start_s=chain.sent.cost.start_s,
+            byte_s=chain.sent.cost.byte_s,
+            incoming=_progress(coming, coming.received) if coming is not None else None,
+            outgoing=_progress(*going) if going is not None else None,
         )
 
     def _file(self, slot: Slot) -> str:
@@ -274,6 +287,10 @@ class RelayServer:
         del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("relay_task_failed", task=task.get_name(), exc_info=error)
+
+
+def _progress(flow: Flow, num_bytes: int) -> protocol.Progress:
+    return protocol.Progress(version=flow.version, num_bytes=num_bytes, total_bytes=flow.num_bytes)
 
 
 def _slot_status(slot: Slot, file: str) -> protocol.SlotStatus:

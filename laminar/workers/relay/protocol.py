@@ -72,6 +72,8 @@ class Arrange(_Struct, frozen=True, kw_only=True):
     upstream: str | None
     """Name of the relay that will connect; None: this one is the first."""
     downstream: Neighbour | None
+    num_relays: int = 0
+    """Of the whole chain; 0: not told."""
 
 
 class GetStatus(_Struct, frozen=True, kw_only=True):
@@ -120,6 +122,32 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that began and have not committed."""
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """A version on its way over a link."""
+
+    version: Version
+    num_bytes: int
+    """That are there."""
+    total_bytes: int
+
+
+class ChainStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The relay's part in the chain as it is now."""
+
+    transport: str
+    """Its name, and what its links really move bytes over: TCP, shared memory, RDMA."""
+    chunk_bytes: int = 0
+    """By which the last version was sent downstream; 0 = none was."""
+    start_s: float = 0.0
+    """T_start of the link downstream: what an empty message takes; 0 = not measured."""
+    byte_s: float = 0.0
+    """T_byte of it, smoothed over the last chunks; 0 = not measured."""
+    incoming: Progress | None = None
+    """The version that comes from upstream."""
+    outgoing: Progress | None = None
+    """The version that goes downstream, and what was sent of it."""
+
+
 class Status(_Struct, frozen=True, kw_only=True):
     """The relay as it is now."""
 
@@ -131,6 +159,8 @@ class Status(_Struct, frozen=True, kw_only=True):
     """Slots whose pages are all backed."""
     chain_port: int = 0
     """Where the neighbour upstream connects; 0 = this relay takes part in no chain."""
+    chain: ChainStatus | None = None
+    """None: this relay takes part in no chain."""
     chain_epoch: int = 0
     chain_sent_bytes: int = 0
     """Of versions, sent downstream so far."""

@@ -65,6 +65,11 @@ class Versions:
         """Slots whose pages are all backed."""
         return sum(future.done() for future in self._prefaulted)
 
+    @property
+    def incoming(self) -> Flow | None:
+        """The version that comes from the neighbour upstream."""
+        return self._incoming
+
     async def close(self) -> None:
         """End the threads, unmap. The files stay."""
         if self.files is not None:

@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+RDMA, SHARED_MEMORY, TCP = "RDMA", "shared memory", "TCP"
+"""What bytes may move over: `Link.medium`, `Transport.medium`."""
+
 
 class LinkEnded(OSError):
     """The link is over: the peer closed it or died, or this side did."""
@@ -16,12 +19,23 @@ class Link(Protocol):
 
     peer: str
     """The other end's address, for messages."""
+    medium: str
+    """What its bytes really move over."""
+
+    def promote(self) -> None:
+        """The peer has proved who it is: move to what one does not share with a stranger (addresses of memory, say), if anything.
+
+        Both ends call it at the same point of what they say to each other. Raises LinkEnded, Stalled.
+        """
 
     def send(self, *parts: memoryview | bytes) -> None:
         """All of them, in order. Raises LinkEnded; Stalled when the peer takes nothing for the deadline."""
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises LinkEnded; Stalled when nothing comes for the deadline."""
+        """Fill `view`, to which nothing is written after this returned or raised.
+
+        Raises LinkEnded; Stalled when nothing comes for the deadline.
+        """
 
     def close(self) -> None:
         """End it; threads that wait in it get LinkEnded. Any thread, any number of times."""
@@ -40,16 +54,14 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """Makes listeners and links whose deadline is `progress_timeout_s`."""
+    """Makes listeners and links, whose progress deadline was given to its constructor."""
 
     name: str
     medium: str
-    """What it really moves bytes over: ``TCP``, ``shared memory``, ``RDMA``."""
-
-    def __init__(self, progress_timeout_s: float) -> None: ...
+    """The best that its links may move bytes over on this host; a link says what it really uses."""
 
     def listen(self, host: str, port: int = 0) -> Listener:
-        """Raises StartError when the address cannot be bound."""
+        """`port` 0: a free one. Raises StartError when the address cannot be bound."""
 
     def connect(self, host: str, port: int, timeout_s: float) -> Link:
-        """Raises LinkEnded when there is nobody within `timeout_s`."""
+        """One attempt. Raises LinkEnded when there is nobody within `timeout_s`."""

@@ -39,7 +39,7 @@ EXPLAINED = {
     "rewards in a row timed out": ("reward_hang",),
     "the trainer was lost": ("trainer_crash",),
     "is beyond max_staleness": ("version_lost", "publish_hang"),
-    "measured": ("trainer_crash",),
+    "measured": ("trainer_crash", "storage_full"),
 }
 """Part of the reason of a run that failed -> faults of which one must be in the plan."""
 

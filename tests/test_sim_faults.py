@@ -395,6 +395,10 @@ def test_seeds_with_random_faults_break_no_invariant(first):
         sweep.check(seed)
 
 
+def test_a_run_that_is_stopped_while_its_disk_is_full_ends_unsaved_and_that_is_explained():
+    assert "measured" in sweep.check(21224)
+
+
 def test_a_seed_that_comes_to_a_standstill_prints_the_command_that_replays_it(monkeypatch):
     monkeypatch.setattr(bounds, "admits", lambda turn, version: False)
     calm = next(seed for seed in range(200) if not sweep.scenario(seed).faults.rates)

@@ -1,7 +1,7 @@
 """What replicas on vLLM cost, measured on a real server.
 
     python scripts/bench_vllm.py pull [--mib 256] [--rounds 7] [--vllm-python .venv-vllm/bin/python]
-    python scripts/bench_vllm.py generate [--requests 64] [--tokens 100] [--rounds 7] [--vllm-python …]
+    python scripts/bench_vllm.py generate [--requests 512] [--concurrent 64] [--tokens 100] [--rounds 7] [--vllm-python …]
 
 `pull`: for how long decoding stands still while a new weight version goes from a relay's slot into the server, by what
 the time is spent on, in multiples of one memcpy of the same bytes taken in the same round. The model is a random Qwen3 in
@@ -10,6 +10,7 @@ the model in host memory would show there.
 
 `generate`: the engine adapter of a rollout worker, drained and packed for the controller every 0.25 s, beside a bare client
 that posts the same requests to the same server and keeps the token ids. They take turns; each ratio is of two neighbouring runs.
+A turn has several times as many requests as decode at once, so that its beginning and its last flush count for little.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def main() -> None:
     pull.add_argument("--rounds", type=int, default=7)
     pull.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
     generate = commands.add_parser("generate", help="CPU time per token and tokens/s beside a bare client")
-    generate.add_argument("--requests", type=int, default=64, help="at a time")
+    generate.add_argument("--requests", type=int, default=512, help="of each turn")
+    generate.add_argument("--concurrent", type=int, default=64, help="that decode at once")
     generate.add_argument("--tokens", type=int, default=100, help="of each response")
     generate.add_argument("--rounds", type=int, default=7)
     generate.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
@@ -215,12 +217,12 @@ async def measure_generation(arguments: argparse.Namespace) -> list[tuple[Turn, 
     """(bare client, adapter) per round, in turns, after one round for warming up."""
     config = Config(model=ModelConfig(path=str(ROOT / "configs/quickstart/model")))
     start = command(
-        config, arguments.vllm_python, gpus=0, max_concurrent=arguments.requests, logprobs_mode=RAW, extra=[]
+        config, arguments.vllm_python, gpus=0, max_concurrent=arguments.concurrent, logprobs_mode=RAW, extra=[]
     )
     with tempfile.TemporaryDirectory() as directory:
         one_core = {**environment(0), "OMP_NUM_THREADS": "1"}  # the other one is this process's
         server = OwnServer(start, one_core, Path(directory) / "vllm.log", START_S)
-        engine = VllmEngine(server, logprobs_mode=RAW, num_requests_max=arguments.requests, stall_s=0.0)
+        engine = VllmEngine(server, logprobs_mode=RAW, num_requests_max=arguments.concurrent, stall_s=0.0)
         bare = None
         try:
             await engine.start(lambda key: None)

@@ -112,6 +112,36 @@ def test_a_slow_link_to_the_master_sends_its_other_end_to_the_tail():
     assert order(driver) == ["a1", "a3", "a2"]
 
 
+def test_a_relay_goes_to_the_tail_for_being_slow_once_and_not_again_for_still_being_slow():
+    driver = filled("a1", "a2", "a3", "a4")
+    slow(driver, "a1", "a2")
+    slow(driver, "a1", "a3")
+    before = driver.core.state.chain.epoch
+    assert slow(driver, "a4", "a2") == []
+    assert slow(driver, "a2", "a3") == []
+    assert (order(driver), driver.core.state.chain.epoch) == (["a1", "a4", "a2", "a3"], before)
+
+
+def test_one_that_calls_two_neighbours_slow_is_slow_itself():
+    driver = filled("a1", "a2", "a3", "a4", "a5")
+    slow(driver, "a2", "a3")
+    assert order(driver) == ["a1", "a2", "a4", "a5", "a3"]
+    slow(driver, "a2", "a4")
+    assert order(driver) == ["a1", "a4", "a5", "a3", "a2"]
+
+
+@given(links=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40))
+def test_slow_links_make_no_more_epochs_than_there_are_relays_and_lose_none(links):
+    hosts = [f"a{index}" for index in range(6)]
+    driver = filled(*hosts)
+    before = driver.core.state.chain.epoch
+    for first, second in links:
+        if first != second:
+            slow(driver, hosts[first], hosts[second])
+    assert driver.core.state.chain.epoch <= before + len(hosts)
+    assert not driver.all(actions.StopWorker)
+
+
 # ---- broken links ------------------------------------------------------------------------------------------
 
 

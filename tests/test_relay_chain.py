@@ -1,20 +1,27 @@
 """Versions flow from relay to relay: real processes, real sockets, real shared memory."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 
 import numpy as np
 import pytest
-from chain_world import Relay, arrange, chain
+from chain_world import TOKEN, Relay, arrange, chain, content, manifest_of
 from relay_world import LIMIT_S
 
+from laminar.ids import Version
+from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import paths, protocol
+from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.client import RelayError
+from laminar.workers.relay.digest import digest
 from laminar.workers.relay.manifest import BLOCK_BYTES
+from laminar.workers.transport import Link, LinkEnded, make_transport
 
 SMALL = 3 * (1 << 20) + 4096  # ends within a digest block
 MEDIUM = 48 << 20  # more than the buffers between two relays hold
@@ -205,3 +212,119 @@ def test_a_relay_that_cannot_take_part_says_why_and_leaves_nothing(address: str,
     assert done.returncode == 1
     assert reason in done.stderr
     assert not paths.shm_directory(run_id).exists()
+
+
+# ---- an upstream that does not keep to the rules
+
+
+class Upstream:
+    """Plays the neighbour upstream of a relay, by the book until a test departs from it."""
+
+    def __init__(self, relay: Relay, epoch: int) -> None:
+        relay.client.arrange(epoch, "upstream", None)
+        self.link = make_transport("tcp", LIMIT_S).connect("127.0.0.1", relay.neighbour.port, LIMIT_S)
+        self.frames = frames.Frames(self.link)
+        hello = frames.Hello(name="upstream", epoch=epoch, nonce=bytes(frames.NONCE_BYTES))
+        frames.send(self.link, hello)
+        challenge = self.frames.expect(frames.Challenge)
+        assert isinstance(challenge, frames.Challenge)
+        frames.send(self.link, frames.Proof(proof=frames.proof(TOKEN, "upstream", hello, challenge.nonce)))
+        self.frames.expect(frames.Welcome)
+
+    def offer(self, version: Version, num_bytes: int) -> int:
+        """From where on the relay lacks bytes."""
+        frames.send(self.link, frames.Offer(version=version, manifest=manifest_of(num_bytes)))
+        have = self.frames.expect(frames.Have)
+        assert isinstance(have, frames.Have)
+        return have.offset
+
+    def end(self, version: Version, digest: str) -> bool:
+        """Whether the relay found the digest right."""
+        frames.send(self.link, frames.End(version=version, digest=digest))
+        done = self.frames.expect(frames.Done)
+        assert isinstance(done, frames.Done)
+        return done.verified
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([(0, MIB), (0, MIB)], MIB),
+        ([(MIB, 2 * MIB)], 0),
+        ([(0, MIB), (2 * MIB, 3 * MIB)], MIB),
+        ([(0, 4096)], 0),
+        ([(0, SMALL + MIB)], 0),
+        ([(SMALL - 4096, SMALL + MIB)], 0),
+    ],
+    ids=["twice", "not from the beginning", "a gap", "part of a block", "too long", "beyond the end"],
+)
+def test_bytes_that_are_not_due_end_the_link_and_the_next_one_goes_on_from_those_that_were(
+    parts: list[tuple[int, int]], kept: int
+) -> None:
+    version = Version(1, 0)
+    data = memoryview(content(version, SMALL + MIB))
+    expected = digest(data[:SMALL])
+    with chain(1) as (relay,):
+        upstream = Upstream(relay, 2)
+        assert upstream.offer(version, SMALL) == 0
+        with contextlib.suppress(LinkEnded):  # it may have hung up before all of them are sent
+            for start, stop in parts:
+                frames.send_bytes(upstream.link, start, data[start:stop])
+        relay.until(lambda status: status.chain_broken == ["2: upstream"])
+        upstream.link.close()
+        upstream = Upstream(relay, 3)
+        assert upstream.offer(version, SMALL) == kept
+        frames.send_bytes(upstream.link, kept, data[kept:SMALL])
+        assert upstream.end(version, expected)
+        assert relay.bytes_of(version, SMALL) == bytes(data[:SMALL])
+        upstream.link.close()
+
+
+def test_bytes_that_do_not_have_the_digest_are_dropped_and_may_come_again() -> None:
+    version = Version(1, 0)
+    data = memoryview(content(version, SMALL))
+    with chain(1) as (relay,):
+        upstream = Upstream(relay, 2)
+        for found in ("0" * 32, digest(data)):
+            assert upstream.offer(version, SMALL) == 0
+            frames.send_bytes(upstream.link, 0, data)
+            assert upstream.end(version, found) == (found == digest(data))
+        assert relay.holds(version, SMALL)
+        upstream.link.close()
+
+
+def test_what_fails_inside_a_thread_of_the_chain_ends_its_link_and_is_reported() -> None:
+    broken: list[tuple[str, int]] = []
+    reported = threading.Event()
+
+    class Failing:
+        """A store whose slots are gone."""
+
+        def behind(self, link: Link) -> "Failing":
+            return self
+
+        def lose_incoming(self) -> None:
+            pass
+
+        def newest(self) -> None:
+            raise BufferError("a bug")
+
+        def held(self, found: object) -> None:
+            raise AssertionError("there is nothing to hold")
+
+    def on_broken(peer: str, epoch: int) -> None:
+        broken.append((peer, epoch))
+        reported.set()
+
+    with chain(1) as (relay,):
+        relay.client.arrange(2, "r9", None)
+        place = Place("r9", TOKEN, make_transport("tcp", LIMIT_S), "127.0.0.1")
+        failing = Chain(place, Failing(), on_broken, on_broken)  # type: ignore[arg-type]
+        failing.arrange(2, None, relay.neighbour)
+        assert reported.wait(LIMIT_S)
+        assert broken == [("r0", 2)]
+        relay.until(lambda status: status.chain_broken == ["2: r9"])
+        failing.close()

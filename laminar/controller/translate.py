@@ -95,6 +95,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     wire.VersionLost: lambda m, o: events.VersionLost(version=m.version, reason=m.reason),
     wire.VersionHeld: lambda m, o: events.VersionHeld(worker=o.worker, version=m.version, digest=m.digest),
     wire.LinkBroken: lambda m, o: events.LinkBroken(worker=o.worker, peer=WorkerId(m.peer), epoch=m.epoch),
+    wire.LinkSlow: lambda m, o: events.LinkSlow(worker=o.worker, peer=WorkerId(m.peer), epoch=m.epoch),
     wire.VersionDropped: lambda m, o: events.VersionDropped(worker=o.worker, version=m.version),
     wire.WorkerFailed: lambda m, o: events.WorkerLost(worker=o.worker, incarnation=o.incarnation, reason=m.reason),
     wire.Goodbye: lambda m, o: events.WorkerLost(worker=o.worker, incarnation=o.incarnation, reason="said goodbye"),

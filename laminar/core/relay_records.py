@@ -18,6 +18,8 @@ class Relay(msgspec.Struct, kw_only=True):
     """Versions that it holds completely and verified, in publication order."""
     slow_since: int = 0
     """Seq of the event that told that its link holds the chain up; 0 = it does not."""
+    called_slow: bool = False
+    """It has called a neighbour slow; one that calls a second so is slow itself."""
     num_broken: int = 0
     """Broken links in a row that it was a party to."""
 

@@ -167,10 +167,21 @@ def _order(state: State, master: WorkerId) -> list[WorkerId]:
 
 
 def on_link_slow(turn: Turn, event: LinkSlow) -> None:
-    """The slow end goes to the tail, where it holds nobody up; the master cannot, so its neighbour does."""
-    if _is_current(turn, event):
-        _to_tail(turn, turn.state.relays[event.worker if event.peer == turn.state.chain.master else event.peer])
-        _arrange(turn)
+    """The slow end goes to the tail, where it holds nobody up, and stays there; the master cannot, so its neighbour does."""
+    if not _is_current(turn, event):
+        return
+    state = turn.state
+    worker, peer = state.relays[event.worker], state.relays[event.peer]
+    slow = peer
+    if not peer.slow_since:
+        is_own = worker.called_slow and worker.id != state.chain.master
+        slow = worker if is_own or peer.id == state.chain.master else peer
+        worker.called_slow = True
+    if slow.slow_since:
+        turn.tell(f"the link between {worker.id} and {peer.id} is slow, at the tail already", story.worker(slow.id))
+        return
+    _to_tail(turn, slow)
+    _arrange(turn)
 
 
 def on_link_broken(turn: Turn, event: LinkBroken) -> None:

@@ -50,6 +50,13 @@ class LinkBroken(Message, frozen=True, kw_only=True):
     epoch: int
 
 
+class LinkSlow(Message, frozen=True, kw_only=True):
+    """The link to this neighbour works, but carries far less than another link of this relay did."""
+
+    peer: str
+    epoch: int
+
+
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """A relay to connect to."""
 
@@ -70,5 +77,5 @@ class ArrangeChain(Message, frozen=True, kw_only=True):
     """Of the whole chain; 0: not told."""
 
 
-FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken
+FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken | LinkSlow
 ToRelay = ArrangeChain

@@ -19,7 +19,7 @@ import structlog
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.logs import Lossy
-from laminar.wire import ArrangeChain, LinkBroken, RelayReady, Stop, WorkerFailed
+from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, Stop, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import Place
@@ -108,7 +108,7 @@ async def _serve_alone(arguments: argparse.Namespace) -> int:
 
     async def for_ever() -> None:
         if arguments.listen is not None:
-            server.join_chain(_place(arguments, RelayConfig()), _log_broken)
+            server.join_chain(_place(arguments, RelayConfig()), _log_broken, _log_slow)
         await asyncio.Event().wait()
 
     await _serve(server, for_ever)
@@ -168,7 +168,12 @@ async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argpar
     port = 0
     if arguments.listen is not None:
         place = _place(arguments, link.config.relay)
-        port = server.join_chain(place, lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch)))
+        port = server.join_chain(
+            place,
+            lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch)),
+            lambda peer, epoch: link.send(LinkSlow(peer=peer, epoch=epoch)),
+        )
+        server.versions.on_unusable = lambda reason: link.send(WorkerFailed(reason=reason))
     link.send(RelayReady(directory=str(server.directory), chain_port=port))
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
@@ -189,6 +194,10 @@ async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) ->
 
 def _log_broken(peer: str, epoch: int) -> None:
     log.warning("relay_link_broken", peer=peer, epoch=epoch)
+
+
+def _log_slow(peer: str, epoch: int) -> None:
+    log.warning("relay_link_slow", peer=peer, epoch=epoch)
 
 
 def _log_event(event: Told) -> None:

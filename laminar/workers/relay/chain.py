@@ -14,6 +14,7 @@ import hmac
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay.chain_receive import Receiver
 from laminar.workers.relay.chain_send import Cut, News, Sender, Sent
 from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.link_speed import Fastest, LinkSpeed
 from laminar.workers.relay.manifest import BLOCK_BYTES
 from laminar.workers.transport import Link, LinkEnded, Transport
 
@@ -55,15 +57,22 @@ class Place(NamedTuple):
 
 
 class Chain:
-    """`on_broken(peer, epoch)` is called from a thread, at most once per link."""
+    """`on_broken(peer, epoch)` and `on_slow(peer, epoch)` are called from threads, each at most once per link."""
 
-    def __init__(self, place: Place, store: ChainStore, on_broken: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        store: ChainStore,
+        on_broken: Callable[[str, int], None],
+        on_slow: Callable[[str, int], None],
+    ) -> None:
         """Raises StartError when it cannot listen."""
         self._name, self._token, self._transport = place.name, place.token, place.transport
-        self._store, self._on_broken = store, on_broken
+        self._store, self._on_broken, self._on_slow = store, on_broken, on_slow
         self._place = place
         self.sent = Sent()
         self._news = News()
+        self._fastest = Fastest()
         self._listener = place.transport.listen(place.host, place.port)
         self.port = self._listener.port
         self._lock = threading.Lock()
@@ -131,9 +140,16 @@ class Chain:
         threading.Thread(target=work, name=name, daemon=True).start()
 
     def _broken(self, peer: str, epoch: int, error: BaseException) -> None:
+        if not isinstance(error, LinkEnded | LaminarError):
+            log.error("chain_thread_failed", peer=peer, epoch=epoch, trace="".join(traceback.format_exception(error)))
         if self._is_current(epoch):
-            log.warning("chain_link_broken", peer=peer, epoch=epoch, reason=str(error))
+            log.warning("chain_link_broken", peer=peer, epoch=epoch, reason=str(error) or repr(error))
             self._on_broken(peer, epoch)
+
+    def _slow(self, peer: str, epoch: int) -> None:
+        if self._is_current(epoch):
+            log.warning("chain_link_slow", peer=peer, epoch=epoch)
+            self._on_slow(peer, epoch)
 
     # ---- from upstream -------------------------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Chain:
                 self._promote(link, hello.name, hello.epoch)
                 with self._receiving_turn:  # its last holder's link is closed: that thread is on its way out
                     self._receiver(link, incoming, hello.epoch).run()
-        except (LinkEnded, LaminarError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, this link carries nothing any more, and others must know
             if hello is not None:
                 self._broken(hello.name, hello.epoch, error)
             else:
@@ -206,10 +222,10 @@ class Chain:
         return None
 
     def _receiver(self, link: Link, incoming: frames.Frames, epoch: int) -> Receiver:
-        return Receiver(link, incoming, self._store, lambda: not self._is_current(epoch), self.wake)
+        return Receiver(link, incoming, self._store, lambda: not self._is_current(epoch), self.wake, self._fastest)
 
     def _lose_incoming(self) -> None:
-        with self._receiving_turn:
+        with self._receiving_turn, contextlib.suppress(LinkEnded):  # the relay stops
             self._store.lose_incoming()
 
     # ---- downstream ----------------------------------------------------------------------------------------
@@ -221,17 +237,25 @@ class Chain:
             link = self._connect(epoch, peer)
             if link is not None:
                 self._promote(link, peer.name, epoch)
-                self._sender(link, epoch).run()
-        except (LinkEnded, LaminarError) as error:
+                self._sender(link, peer.name, epoch).run()
+        except Exception as error:  # noqa: BLE001 - as in `_receive`
             self._broken(peer.name, epoch, error)
         finally:
             if link is not None:
                 link.close()
 
-    def _sender(self, link: Link, epoch: int) -> Sender:
+    def _sender(self, link: Link, peer: str, epoch: int) -> Sender:
         place = self._place
-        cut = Cut(place.chunk_bytes, place.deltas, self._num_relays, place.bytes_per_s_max)
-        return Sender(link, self._store, self._news, self.sent, lambda: not self._is_current(epoch), cut)
+        return Sender(
+            link,
+            self._store,
+            self._news,
+            self.sent,
+            lambda: not self._is_current(epoch),
+            lambda: self._slow(peer, epoch),
+            Cut(place.chunk_bytes, place.deltas, self._num_relays, place.bytes_per_s_max),
+            LinkSpeed(self._fastest),
+        )
 
     def _connect(self, epoch: int, peer: Neighbour) -> Link | None:
         """The link, once the neighbour welcomes it; None if the epoch is over before."""

@@ -3,19 +3,17 @@
 Invariant: what is written lies behind everything that was received before, and is checked block by block as it comes.
 """
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 from laminar.errors import ProtocolError
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import delta
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.flow import Flow
+from laminar.workers.relay.link_speed import Fastest
 from laminar.workers.relay.manifest import BLOCK_BYTES
 from laminar.workers.transport import Link, LinkEnded
-
-_Result = TypeVar("_Result")
 
 
 class Receiver:
@@ -28,16 +26,17 @@ class Receiver:
         store: ChainStore,
         is_over: Callable[[], bool],
         on_flow: Callable[[], None],
+        fastest: Fastest,
     ) -> None:
-        self._link, self._incoming, self._store = link, incoming, store
-        self._is_over, self._on_flow = is_over, on_flow
+        self._link, self._incoming, self._store = link, incoming, store.behind(link)
+        self._is_over, self._on_flow, self._fastest = is_over, on_flow, fastest
 
     def run(self) -> None:
         """Offers, one after another. Ends with LinkEnded, or ProtocolError for a peer that does not keep to the rules."""
         while True:
             offer = self._incoming.expect(frames.Offer)
             assert isinstance(offer, frames.Offer)
-            flow = _patiently(self._link, self._store.accept(offer.version, offer.manifest))
+            flow = self._store.accept(offer.version, offer.manifest)
             if flow is None or flow.digest:
                 offset, complete = (-1, False) if flow is None else (flow.received, True)
                 frames.send(self._link, frames.Have(version=offer.version, offset=offset, complete=complete))
@@ -51,13 +50,16 @@ class Receiver:
             base = newest if newest is not None and newest.manifest == flow.manifest else None
             have = frames.Have(version=flow.version, offset=flow.received, base=base.version if base else None)
             frames.send(self._link, have)
+            began, num_bytes = time.monotonic(), 0
             while isinstance(said := self._incoming.next(), frames.Chunk):
+                num_bytes += said.length
                 if said.is_delta:
                     self._take_delta(flow, base, said)
                 else:
                     self._take_chunk(flow, said)
         if not isinstance(said, frames.End) or said.version != flow.version:
             raise ProtocolError(f"{self._link.peer} sent {said!r} in the middle of {flow.version}")
+        self._fastest.saw(num_bytes, time.monotonic() - began)
         self._take_end(flow, said)
 
     def _take_chunk(self, flow: Flow, chunk: frames.Chunk) -> None:
@@ -101,12 +103,3 @@ class Receiver:
                 f"to {flow.num_bytes}"
             )
         return end
-
-
-def _patiently(link: Link, future: "Future[_Result]") -> _Result:
-    """The result, with signs of life until it is there: backing the first slot with memory may take minutes."""
-    while True:
-        try:
-            return future.result(frames.SIGN_OF_LIFE_S)
-        except TimeoutError:
-            frames.send_nothing(link)

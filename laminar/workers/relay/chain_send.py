@@ -10,6 +10,7 @@ from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import delta
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.flow import Flow
+from laminar.workers.relay.link_speed import LinkSpeed
 from laminar.workers.relay.pacing import LinkCost, TokenBucket
 from laminar.workers.transport import Link, LinkEnded
 
@@ -63,7 +64,7 @@ class News:
 
 
 class Sender:
-    """Sends over one link until its epoch `is_over`."""
+    """Sends over one link until its epoch `is_over`. `on_slow` is called once at most, when the link holds the chain up."""
 
     def __init__(
         self,
@@ -72,9 +73,12 @@ class Sender:
         news: News,
         sent: Sent,
         is_over: Callable[[], bool],
+        on_slow: Callable[[], None],
         cut: Cut,
+        speed: LinkSpeed,
     ) -> None:
-        self._link, self._store, self._news, self._sent, self._is_over = link, store, news, sent, is_over
+        self._link, self._store, self._news, self._sent, self._is_over = link, store.behind(link), news, sent, is_over
+        self._on_slow, self._speed = on_slow, speed
         self._cut, self._bucket = cut, TokenBucket(cut.bytes_per_s_max)
         self._incoming = frames.Frames(link)
 
@@ -88,8 +92,8 @@ class Sender:
             with self._store.held(self._store.newest()) as flow:
                 is_due = flow is not None and (flow.version != offered or time.monotonic() > offer_again_at)
                 if flow is not None and is_due:
-                    offered = flow.version
                     offer_again_at = math.inf if self._send(flow) else time.monotonic() + OFFER_AGAIN_S
+                    offered = None if flow.lost else flow.version  # what was lost may be published again
             if not is_due:
                 self._news.wait(count, frames.SIGN_OF_LIFE_S)
                 frames.send_nothing(self._link)
@@ -142,12 +146,16 @@ class Sender:
         as_delta = base is not None and part.nbytes % delta.WORD_BYTES == 0 and pace.prefers_delta()
         if as_delta and base is not None:
             made = delta.encode(part, base.buffer[start:end], flow.manifest.item_bytes)
+        num_bytes = part.nbytes if made is None else len(made)
         if made is None:
-            self._sent.cost.took(part.nbytes, _clocked(lambda: frames.send_bytes(self._link, start, part)))
+            sent_s = _clocked(lambda: frames.send_bytes(self._link, start, part))
+            self._sent.cost.took(num_bytes, sent_s)
         else:
-            frames.send_delta(self._link, start, made)
+            sent_s = _clocked(lambda: frames.send_delta(self._link, start, made))
         pace.took(part.nbytes, time.perf_counter() - began, as_delta=as_delta)
-        return part.nbytes if made is None else len(made)
+        if self._speed.sent(num_bytes, sent_s):
+            self._on_slow()
+        return num_bytes
 
     def _send_end(self, flow: Flow) -> None:
         """The digest, once it is known, and the neighbour's word on it."""

@@ -1,17 +1,19 @@
-"""The relay's versions as the chain's threads see them: every call is run on the event loop, which owns them."""
+"""The relay's versions as a thread of the chain sees them: every call is run on the event loop, which owns them."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+import copy
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
 
 from laminar.ids import Version
 from laminar.workers.canary import Canary
+from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.manifest import Manifest
 from laminar.workers.relay.versions import Versions
-from laminar.workers.transport import LinkEnded
+from laminar.workers.transport import Link, LinkEnded
 
 _Result = TypeVar("_Result")
 
@@ -22,6 +24,13 @@ class ChainStore:
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+
+    def behind(self, link: Link) -> "ChainStore":
+        """The same, for the thread of a link, whose other end gets signs of life while `accept` and `finish` take their time."""
+        store = copy.copy(self)
+        store._link = link
+        return store
 
     def newest(self) -> tuple[Flow, int] | None:
         """The newest version that is here or on its way, under a lease; for `held`."""
@@ -40,18 +49,16 @@ class ChainStore:
             if found:
                 self._call(lambda: self._versions.table.release(found[1]))
 
-    def accept(self, version: Version, manifest: Manifest) -> "Future[Flow | None]":
-        """Where to put a version, or what is here of it. None: no place for it, or it was here and went."""
-        work = self._versions.accept(version, manifest)
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise LinkEnded("the relay has stopped") from error
+    def accept(self, version: Version, manifest: Manifest) -> Flow | None:
+        """Where to put a version, or what is here of it. None: no place for it, or it was here and went.
+
+        Backing the first slot with memory may take minutes.
+        """
+        return self._run(self._versions.accept(version, manifest), self._link)
 
     def finish(self, flow: Flow, digest: str, canary: Canary | None) -> None:
         """It is complete and verified: let readers in."""
-        self._call(lambda: self._versions.finish(flow, digest, canary))
+        self._call(lambda: self._versions.finish(flow, digest, canary), self._link)
 
     def lose(self, flow: Flow, reason: str) -> None:
         """It will never be complete."""
@@ -61,13 +68,26 @@ class ChainStore:
         """What was coming from upstream will not come."""
         self._call(self._versions.lose_incoming)
 
-    def _call(self, work: Callable[[], _Result]) -> _Result:
+    def _call(self, work: Callable[[], _Result], link: Link | None = None) -> _Result:
         async def run() -> _Result:
             return work()
 
-        running = run()
+        return self._run(run(), link)
+
+    def _run(self, work: Coroutine[Any, Any, _Result], link: Link | None) -> _Result:
+        """With a link it may raise LinkEnded while the work goes on: not for what takes a lease, which nobody would end."""
         try:
-            return asyncio.run_coroutine_threadsafe(running, self._loop).result()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
-            running.close()
+            work.close()
             raise LinkEnded("the relay has stopped") from error
+        while True:
+            try:
+                return future.result(frames.SIGN_OF_LIFE_S)
+            except CancelledError as error:
+                raise LinkEnded("the relay has stopped") from error
+            except TimeoutError:
+                if future.done():
+                    raise
+                if link is not None:
+                    frames.send_nothing(link)

@@ -38,7 +38,7 @@ log = structlog.get_logger("laminar.relay")
 
 CONNECTIONS_MAX = 1024  # ranks, replicas and their leases of one host; more is a leak in a client
 FRAME_TIMEOUT_S = 10.0  # from a frame's header to its end, and for the peer to take a reply: both are local copies
-BROKEN_KEPT = 16  # broken links that the status shows
+WORDS_KEPT = 16  # broken and slow links that the status shows
 WAIT_S_MAX = 600.0  # longest wait that `Acquire` may ask for
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
@@ -70,7 +70,8 @@ class RelayServer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._connections: dict[_Connection, None] = {}
         self._chain: Chain | None = None
-        self._broken: deque[str] = deque(maxlen=BROKEN_KEPT)
+        self._broken: deque[str] = deque(maxlen=WORDS_KEPT)
+        self._slow: deque[str] = deque(maxlen=WORDS_KEPT)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -91,19 +92,22 @@ class RelayServer:
 
     # ---- the chain
 
-    def join_chain(self, place: Place, on_broken: Callable[[str, int], None]) -> int:
-        """Listen for a neighbour upstream; the port. `on_broken(peer, epoch)` is called on the loop. Raises StartError."""
+    def join_chain(
+        self, place: Place, on_broken: Callable[[str, int], None], on_slow: Callable[[str, int], None]
+    ) -> int:
+        """Listen for a neighbour upstream; the port. Both are called with (peer, epoch), on the loop. Raises StartError."""
         loop = asyncio.get_running_loop()
 
-        def broken(peer: str, epoch: int) -> None:
-            self._broken.append(f"{epoch}: {peer}")
-            on_broken(peer, epoch)
+        def told_by(kept: deque[str], tell: Callable[[str, int], None]) -> Callable[[str, int], None]:
+            def told(peer: str, epoch: int) -> None:
+                kept.append(f"{epoch}: {peer}")
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who cares
+                    loop.call_soon_threadsafe(tell, peer, epoch)
 
-        def told(peer: str, epoch: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who cares
-                loop.call_soon_threadsafe(broken, peer, epoch)
+            return told
 
-        self._chain = Chain(place, ChainStore(self.versions), told)
+        broken, slow = told_by(self._broken, on_broken), told_by(self._slow, on_slow)
+        self._chain = Chain(place, ChainStore(self.versions), broken, slow)
         self.versions.on_news = self._chain.wake
         return self._chain.port
 
@@ -260,6 +264,7 @@ class RelayServer:
             chain_sent_bytes=self._chain.sent.version_bytes if self._chain is not None else 0,
             chain_wire_bytes=self._chain.sent.wire_bytes if self._chain is not None else 0,
             chain_broken=list(self._broken),
+            chain_slow=list(self._slow),
         )
 
     def _chain_status(self, chain: Chain) -> protocol.ChainStatus:

@@ -4,8 +4,6 @@ The blocks' digests are kept, so that chunks (whole blocks) can be checked one b
 reads and transport faults, not against an adversary.
 """
 
-import threading
-
 import xxhash
 
 from laminar.workers.relay.manifest import BLOCK_BYTES
@@ -13,12 +11,10 @@ from laminar.workers.relay.manifest import BLOCK_BYTES
 DIGEST_BYTES = 16
 
 
-def digest_blocks(buffer: memoryview, stop: threading.Event | None = None) -> bytes:
-    """16 bytes per block of `buffer` (1-D bytes), in order; the last block may be short. Ends early at `stop`."""
+def digest_blocks(buffer: memoryview) -> bytes:
+    """16 bytes per block of `buffer` (1-D bytes), in order; the last block may be short."""
     digests = bytearray()
     for start in range(0, len(buffer), BLOCK_BYTES):
-        if stop is not None and stop.is_set():
-            break
         digests += xxhash.xxh3_128_digest(buffer[start : start + BLOCK_BYTES])
     return bytes(digests)
 

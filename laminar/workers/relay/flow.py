@@ -1,6 +1,6 @@
 """One version on its way through this relay: how much of it is here, and who waits for more.
 
-The receiver of the link from upstream (or nobody, when ranks of this host wrote it) advances it; the sender to downstream
+The receiver of the link from upstream advances it, or whoever digests what ranks of this host wrote; the sender to downstream
 follows. A flow outlives links: a new upstream goes on where the old one stopped.
 """
 
@@ -51,6 +51,11 @@ class Flow:
         with self._changed:
             self.received += block.nbytes
             self._changed.notify_all()
+
+    def take_all(self, stop: threading.Event) -> None:
+        """All bytes are in place already; digest them. Ends early at `stop`."""
+        while self.received < self.num_bytes and not stop.is_set():
+            self.advance(self.next_block())
 
     def verifies(self, digest: str) -> bool:
         """All bytes are here and they are the master's."""

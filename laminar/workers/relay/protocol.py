@@ -168,6 +168,8 @@ class Status(_Struct, frozen=True, kw_only=True):
     """What went over the wire for them: less, with deltas."""
     chain_broken: list[str] = []
     """`epoch: peer` of the links that broke, the last ones."""
+    chain_slow: list[str] = []
+    """The same of those that held the chain up."""
 
 
 Request = Begin | Commit | Abandon | Acquire | Release | Arrange | GetStatus

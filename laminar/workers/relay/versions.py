@@ -15,7 +15,7 @@ import structlog
 from laminar.ids import Version
 from laminar.wire import VersionDropped, VersionHeld, VersionLost, VersionReady
 from laminar.workers.canary import Canary
-from laminar.workers.relay.digest import combine, digest_blocks
+from laminar.workers.relay.digest import combine
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.manifest import Manifest
 from laminar.workers.relay.protocol import RelayError
@@ -48,7 +48,9 @@ class Versions:
         self.table = SlotTable(num_slots, self._report_lost, self._report_dropped)
         self.files: SlotFiles | None = None
         self.on_news: Callable[[], None] = lambda: None
-        """Called when a version became READY."""
+        """Called when there is a version that there was not: READY, or digested."""
+        self.on_unusable: Callable[[str], None] = lambda reason: None
+        """Called when this host has no room for the slots: nothing can ever come through here."""
         self._on_event, self._free, self._fill_timeout_s = on_event, free, fill_timeout_s
         self._allocating = asyncio.Lock()
         self._prefaulted: list[asyncio.Future[None]] = []
@@ -59,6 +61,8 @@ class Versions:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
         self._incoming: Flow | None = None
         """What the neighbour upstream sends, or sent last."""
+        self._digesting: dict[Version, Flow] = {}
+        """What ranks of this host wrote, until its digest is known: it flows on meanwhile."""
 
     @property
     def num_prefaulted(self) -> int:
@@ -123,17 +127,23 @@ class Versions:
             self._start(self._digest(complete), f"digest of {version}")
 
     async def _digest(self, slot: Slot) -> None:
-        """Digest what ranks wrote, then let readers in."""
+        """Digest what ranks wrote, then let readers in. Downstream it goes at once: its digest comes after its bytes."""
         assert self.files is not None
         assert slot.version is not None
-        with self.files.view(slot.index, slot.num_bytes) as view:
-            blocks = await asyncio.get_running_loop().run_in_executor(
-                self._threads, digest_blocks, view, self.files.stop
-            )
-        digest = combine(blocks, slot.num_bytes)
+        assert slot.manifest is not None
+        flow = Flow(slot.version, slot.manifest, self.files.view(slot.index, slot.num_bytes))
+        self._digesting[slot.version] = flow
+        self.on_news()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, flow.take_all, self.files.stop)
+        finally:
+            del self._digesting[slot.version]
         if slot.lost:
+            flow.lose()
             return
-        self._ready(slot.version, digest, blocks)
+        digest = combine(bytes(flow.blocks), slot.num_bytes)
+        self._ready(slot.version, digest, bytes(flow.blocks))
+        flow.finish(digest, slot.canary)
         self._on_event(VersionReady(version=slot.version, digest=digest, num_bytes=slot.num_bytes))
 
     def _ready(self, version: Version, digest: str, blocks: bytes) -> None:
@@ -173,6 +183,8 @@ class Versions:
             await self.backed(slot, UPSTREAM)
         except RelayError as error:
             log.warning("relay_version_not_taken", version=str(version), reason=str(error))
+            if self.files is None:
+                self.on_unusable(str(error))
             return None
         assert self.files is not None
         self._incoming = Flow(version, manifest, self.files.writable(slot.index, manifest.num_bytes))
@@ -208,11 +220,13 @@ class Versions:
         return None if slot is None else (self._flow_of(slot), self.table.follow(slot))
 
     def newest(self) -> tuple[Flow, int] | None:
-        """The newest version that is READY or comes from upstream, under a lease."""
-        ready, incoming = self.table.newest, self._incoming
-        coming = self.table.filling(incoming.version) if incoming is not None else None
-        if incoming is not None and coming is not None and (ready is None or coming.order > ready.order):
-            return incoming, self.table.follow(coming)
+        """The newest version that is READY, or comes from upstream, or is digested, under a lease."""
+        flows = [*self._digesting.values(), *([self._incoming] if self._incoming is not None else [])]
+        coming = [(slot, flow) for flow in flows if (slot := self.table.filling(flow.version)) is not None]
+        slot, flow = max(coming, key=lambda found: found[0].order, default=(None, None))
+        ready = self.table.newest
+        if slot is not None and flow is not None and (ready is None or slot.order > ready.order):
+            return flow, self.table.follow(slot)
         return self.ready(None)
 
     def _flow_of(self, slot: Slot) -> Flow:

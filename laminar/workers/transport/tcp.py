@@ -1,7 +1,7 @@
 """Plain blocking TCP sockets, used from threads: as fast as any library through TCP, and a crash is noticed in milliseconds.
 
-Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO), so a call that waits for bytes holds neither the GIL nor a core. Buffer
-sizes are left alone: setting them turns the kernel's own tuning off. A link may be striped over several sockets (`stripes`).
+Waits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO), a fifth of the deadline each (`silence`), and hold neither the GIL nor a core.
+Buffer sizes are left alone: setting them turns the kernel's own tuning off. A link may be striped over several sockets (`stripes`).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from laminar.errors import StartError
 from laminar.workers.transport import arrivals
 from laminar.workers.transport.base import TCP, Link, LinkEnded, Listener, Stalled
+from laminar.workers.transport.silence import Silence
 from laminar.workers.transport.stripes import StripedLink
 
 _TIMEVAL = struct.Struct("ll")
@@ -31,7 +32,7 @@ class TcpLink:
         self.socket, self.progress_timeout_s = connected, progress_timeout_s
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        seconds, fraction = divmod(progress_timeout_s, 1.0)
+        seconds, fraction = divmod(Silence.look_s(progress_timeout_s), 1.0)
         interval = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
@@ -61,13 +62,17 @@ class TcpLink:
         self.socket.close()
 
     def _moved(self, call: Callable[..., int], *arguments: object) -> int:
-        """Bytes that a socket call moved; it returns early with fewer when the deadline falls in the middle of them."""
-        try:
-            return call(*arguments)
-        except BlockingIOError as error:
-            raise Stalled(f"no byte to or from {self.peer} for {self.progress_timeout_s:g} s") from error
-        except OSError as error:
-            raise LinkEnded(f"link to {self.peer}: {error.strerror or error}") from error
+        """Bytes that a socket call moved; it returns early with fewer when the end of a look falls in the middle of them."""
+        silence = Silence(self.progress_timeout_s)
+        while True:
+            began = time.monotonic()
+            try:
+                return call(*arguments)
+            except BlockingIOError as error:
+                if silence.looked(time.monotonic() - began):
+                    raise Stalled(f"no byte to or from {self.peer} for {self.progress_timeout_s:g} s") from error
+            except OSError as error:
+                raise LinkEnded(f"link to {self.peer}: {error.strerror or error}") from error
 
 
 class TcpListener:

@@ -103,6 +103,12 @@ class Relay:
         self.process.kill()
         self.process.wait(LIMIT_S)
 
+    def restart(self) -> None:
+        """A new process, empty, after the old one was killed."""
+        self.client.close()
+        self.process.communicate(timeout=LIMIT_S)
+        self.start()
+
     def end(self) -> str:
         """Its log."""
         self.client.close()

@@ -20,11 +20,21 @@ class Daemon:
 
 
 class RelayWorld(World):
-    """Host `h0` is the trainer's; replica `ri` runs on host i modulo their number. Racks are the even and the odd hosts."""
+    """The first hosts are the trainer's, `h0` or more; replica `ri` runs on host i modulo their number. Racks are the even and the
+    odd hosts."""
 
-    def __init__(self, settings_: Settings, seed: int, faults: float = 0.0, replicas: int = 3, hosts: int = 3) -> None:
+    def __init__(
+        self,
+        settings_: Settings,
+        seed: int,
+        faults: float = 0.0,
+        replicas: int = 3,
+        hosts: int = 3,
+        trainer_hosts: int = 1,
+    ) -> None:
         super().__init__(settings_, seed, faults, replicas)
-        self.num_hosts = hosts
+        self.num_hosts, self.num_trainer_hosts = hosts, trainer_hosts
+        self.publication = 0
         self.daemons: dict[WorkerId, Daemon] = {}
         self.epoch = 0
 
@@ -32,17 +42,28 @@ class RelayWorld(World):
         out = list(self.send(events.RunStarted(boot=1)))
         for host in range(self.num_hosts):
             out += self.relay_joins(WorkerId(f"relay-{host}"), 1)
-        out += self.send(
-            events.TrainerRankReady(
-                worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0, host="h0"
-            )
-        )
+        out += self.rank()
         for index in range(self.num_replicas):
             out += self.join(f"r{index}")
         return out
 
     def join(self, name: str, incarnation: int = 1, requests: int = 64, host: str = "") -> list[actions.AnyAction]:
         return super().join(name, incarnation, requests, f"h{int(name[1:]) % self.num_hosts}")
+
+    def rank(self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0) -> list[actions.AnyAction]:
+        """All ranks of a launch, one per trainer host."""
+        out: list[actions.AnyAction] = []
+        for number in range(self.num_trainer_hosts):
+            event = events.TrainerRankReady(
+                worker=WorkerId(f"trainer-{number}/{number}"),
+                incarnation=incarnation,
+                rank=number,
+                world_size=self.num_trainer_hosts,
+                step=step,
+                host=f"h{number}",
+            )
+            out += self.send(event)
+        return out
 
     def relay_joins(self, worker: WorkerId, incarnation: int) -> list[actions.AnyAction]:
         self.daemons[worker] = Daemon(incarnation)
@@ -88,25 +109,38 @@ class RelayWorld(World):
         return [*out, *self.send(event)]
 
     def _on_PublishVersion(self, action: actions.PublishVersion) -> None:
+        assert action.publication > self.publication, "two orders have one number"
+        self.publication = action.publication
         master = self.core.state.publishing_to
         daemon = self.daemons.get(master)
         if daemon is None:
             return  # lost by the same event
+        others = self._others(action)
         if self.core.settings.trainer_restarts_max:
-            self._of_launch(events.ShardsWritten(version=action.version, stall_s=0.1))
+            self._of_launch(events.ShardsWritten(version=action.version, stall_s=0.1, publication=action.publication))
         lost = self.random.random() < self.faults
+        word = events.VersionLost(version=action.version, reason="test", publication=action.publication)
+        if lost and self.random.random() < 0.5:
+            self.pending.append(lambda: self.send(word))  # another relay or a rank says so as well
 
         def end() -> list[actions.AnyAction]:
             if self.daemons.get(master) is not daemon or action.version in daemon.held:
                 return []
-            if lost:
-                return self.send(events.VersionLost(version=action.version, reason="test"))
+            if lost or any(self.daemons.get(worker) is not other for worker, other in others.items()):
+                return self.send(word)
             ready = events.VersionReady(worker=master, version=action.version, digest=f"d{action.version}", num_bytes=1)
             out = self._take_in(master, daemon, action.version, ready)
             self._fill()
             return out
 
         self.pending.append(end)
+
+    def _others(self, action: actions.PublishVersion) -> dict[WorkerId, Daemon]:
+        """The relays that send shards to the one that collects them."""
+        workers = [WorkerId(f"relay-{host}") for host in range(self.num_trainer_hosts)]
+        assert (action.relay is not None) == (self.num_trainer_hosts > 1)
+        assert action.relay is None or action.relay in workers, "no rank can write where the version is collected"
+        return {w: self.daemons[w] for w in workers if w != action.relay and w in self.daemons} if action.relay else {}
 
     def _on_PullWeights(self, action: actions.PullWeights) -> None:
         if action.source == "checkpoint":

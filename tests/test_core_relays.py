@@ -209,11 +209,24 @@ def test_a_dead_master_is_replaced_by_the_first_complete_holder_of_the_newest_ve
     assert (arranged.master, order(driver)) == ("relay-a3", ["a3", "a2", "b1"])
 
 
-def test_the_version_that_was_being_published_to_a_dead_master_is_published_to_the_next():
+def returns(driver: Driver, host: str) -> list[actions.AnyAction]:
+    """The lost relay of this host is started again after its pause, and joins."""
+    started = of(driver.send(events.TimerFired(), after=1.0), actions.StartWorker)
+    assert [action.worker for action in started] == [f"relay-{host}"]
+    return driver.relay(f"relay-{host}", 2, host=host, rack=host[0])
+
+
+def test_the_version_that_was_being_published_to_the_dead_relay_of_the_trainers_host_is_published_when_it_is_back():
     driver = chained("a1", "a2")
     new = driver.lost("relay-a1")
+    assert [type(a).__name__ for a in new] == ["StopWorker", "ArrangeChain", "RaiseAlarm"]
+    assert [a.version for a in of(returns(driver, "a1"), actions.PublishVersion)] == [V0]
+
+
+def test_it_is_published_to_the_next_when_the_core_knows_no_relay_that_is_to_come_back():
+    driver = chained("a1", "a2", relay_restarts_max=0)
+    new = driver.lost("relay-a1")
     assert [type(a).__name__ for a in new] == ["StopWorker", "ArrangeChain", "PublishVersion"]
-    assert [a.version for a in of(new, actions.PublishVersion)] == [V0]
 
 
 def test_it_is_skipped_when_the_trainer_has_gone_on():
@@ -227,6 +240,7 @@ def test_it_is_skipped_when_the_trainer_has_gone_on():
     assert not of(new, actions.PublishVersion)
     assert [a.name for a in of(new, actions.RaiseAlarm)] == ["worker-lost", "version-lost"][1:]
     assert versions.newest(driver.core.state).version == V0
+    returns(driver, "a1")
     driver.step_done()
     assert driver.all(actions.PublishVersion)[-1].version == V2
 
@@ -234,9 +248,9 @@ def test_it_is_skipped_when_the_trainer_has_gone_on():
 def test_a_version_that_only_the_dead_master_held_is_published_again():
     driver = chained("a1", "a2")
     driver.ready(V0)
-    new = driver.lost("relay-a1")
-    assert [a.version for a in of(new, actions.PublishVersion)] == [V0]
+    driver.lost("relay-a1")
     assert versions.newest(driver.core.state) is None
+    assert [a.version for a in of(returns(driver, "a1"), actions.PublishVersion)] == [V0]
 
 
 def test_the_word_of_a_dead_master_about_its_last_version_comes_too_late():
@@ -423,7 +437,13 @@ def test_of_more_broken_links_than_half_the_relays_at_least_one_loses_a_relay(nu
     assert driver.all(actions.StopWorker) or num_reports <= num // 2
 
 
+TWO_HOSTS = "two_trainer_hosts"
 RUNS = {
+    TWO_HOSTS: {
+        "relay_restarts_max": 50,
+        "trainer_restarts_max": 50,
+        "checkpoint_every": 1,
+    },
     "plain": {"relay_restarts_max": 50},
     "no_restarts": {},
     "everything_restarts": {
@@ -445,7 +465,12 @@ RUNS = {
 @pytest.mark.parametrize("faults", [0.0, 0.1, 0.3])
 def test_a_run_over_several_relays_ends_with_a_closed_ledger(name, faults):
     for seed in range(10):
-        world = RelayWorld(settings(**({"steps": 5, "local_batch_groups": 1} | RUNS[name])), seed, faults)
+        world = RelayWorld(
+            settings(**({"steps": 5, "local_batch_groups": 1} | RUNS[name])),
+            seed,
+            faults,
+            trainer_hosts=2 if name == TWO_HOSTS else 1,
+        )
         world.run()
         check_end(world)
         if not faults:
@@ -457,7 +482,12 @@ def test_a_snapshot_at_any_time_carries_chain_and_failovers(name):
     for seed in range(4):
         runs = []
         for restore_each in (0, 7):
-            world = RelayWorld(settings(**({"steps": 4, "local_batch_groups": 1} | RUNS[name])), seed, 0.15)
+            world = RelayWorld(
+                settings(**({"steps": 4, "local_batch_groups": 1} | RUNS[name])),
+                seed,
+                0.15,
+                trainer_hosts=2 if name == TWO_HOSTS else 1,
+            )
             world.restore_each = restore_each
             world.run()
             runs.append(world.log)

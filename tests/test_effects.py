@@ -205,6 +205,15 @@ async def test_relays_that_listen_are_told_their_neighbours(world: World) -> Non
     assert await world.received(second) == wire.ArrangeChain(epoch=3, upstream=first, downstream=None, num_relays=2)
 
 
+async def test_ranks_of_several_hosts_are_told_where_the_relay_is_that_collects_their_shards(world: World) -> None:
+    collector = wire.Neighbour(name="relay-1", host="here", port=7)
+    world.effects.relay_addresses = {WorkerId("relay-1"): collector}
+    order = actions.PublishVersion(cause=1, version=VERSION, publication=3, relay=WorkerId("relay-1"))
+    world.effects.perform(order)
+    for rank in (RANK, "trainer-0/1"):
+        assert await world.received(rank) == wire.Publish(version=VERSION, publication=3, collector=collector)
+
+
 async def test_every_rank_of_the_trainer_gets_the_same_orders(world: World) -> None:
     row = actions.BatchRow(A, GROUP, VERSION, 3, 4, 0.5)
     for action in (

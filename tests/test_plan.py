@@ -8,7 +8,7 @@ import pytest
 
 from laminar import hosts
 from laminar.config import Config, RolloutConfig
-from laminar.controller.plan import Process, describe, plan, url_of
+from laminar.controller.plan import RENDEZVOUS_PORT, Process, describe, going_on_from, plan, url_of
 from laminar.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(20)
@@ -71,10 +71,32 @@ def test_only_the_trainer_is_told_what_to_resume() -> None:
     assert all("--resume" not in p.command for p in processes if p.role != "trainer")
 
 
+def test_the_nodes_of_a_trainer_meet_at_the_first_and_count_their_own_ranks() -> None:
+    processes = planned("127.0.0.1 trainer ranks=2\n127.0.0.2 trainer\nlocalhost rollout")
+    trainers = [p for p in processes if p.role == "trainer"]
+    assert [(p.name, p.num_workers) for p in trainers] == [("trainer-0", 2), ("trainer-1", 1)]
+    for rank, process in enumerate(trainers):
+        assert process.command[3:7] == [
+            "--nnodes=2",
+            f"--node-rank={rank}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={RENDEZVOUS_PORT}",
+        ]
+    assert "--standalone" in planned("localhost trainer ranks=2\nlocalhost rollout")[1].command
+
+
+def test_a_trainer_that_is_started_again_meets_at_another_port_and_goes_on_from_the_newest_checkpoint() -> None:
+    first = planned("127.0.0.1 trainer\n127.0.0.2 trainer\nlocalhost rollout", Path("/runs/a/checkpoints/step-4"))
+    again = going_on_from(first[3], Path("/runs/a/checkpoints/step-8"), 4711)
+    assert "--master-port=4711" in again.command
+    assert again.command[-2:] == ["--resume", "/runs/a/checkpoints/step-8"]
+    assert "--resume" not in going_on_from(again, None, 4711).command
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("localhost trainer\n127.0.0.1 trainer\nlocalhost rollout", "several trainer hosts"),
+        ("localhost trainer\nnode-2 trainer\nlocalhost rollout", "line 1: the trainer's other hosts meet at localhost"),
         (
             "localhost trainer\n\nlocalhost rollout engine=vllm python=/no/python",
             "line 3: no Python /no/python for vLLM",

@@ -34,6 +34,7 @@ from laminar.workers.relay.client import RelayClient, RelayError
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.digest import digest
 from laminar.workers.relay.manifest import Manifest
+from laminar.workers.relay.versions import Versions
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ class LocalServer:
     def __init__(self, **options: object) -> None:
         self.events: asyncio.Queue[wire.VersionReady | wire.VersionLost | wire.VersionDropped] = asyncio.Queue()
         self.directory = paths.create(f"test-{uuid.uuid4().hex[:12]}", "runs/test")
-        self.server = RelayServer(self.directory, 3, self.events.put_nowait, **options)  # type: ignore[arg-type]
+        self.server = RelayServer(Versions(self.directory, 3, self.events.put_nowait, **options))  # type: ignore[arg-type]
         self.client = RelayClient(self.directory, LIMIT_S)
 
     async def __aenter__(self) -> "LocalServer":

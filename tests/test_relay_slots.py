@@ -12,15 +12,16 @@ from laminar.ids import Version
 from laminar.workers.relay.digest import DIGEST_BYTES, combine, digest, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest, TensorSpec
 from laminar.workers.relay.protocol import RelayError
+from laminar.workers.relay.ranges import pack
 from laminar.workers.relay.slot_files import SlotFiles
-from laminar.workers.relay.slots import OUTCOMES_KEPT, SlotState, SlotTable, check_manifest
+from laminar.workers.relay.slots import OUTCOMES_KEPT, UPSTREAM, Slot, SlotState, SlotTable, check_manifest
 
 MANIFEST = Manifest.plan([("embed", "float32", (5, 3), 4), ("head", "bfloat16", (7,), 2)])
 
 
 def make_table(num_slots: int = 3) -> tuple[SlotTable, list[tuple[Version, str]]]:
     lost: list[tuple[Version, str]] = []
-    return SlotTable(num_slots, lambda version, reason: lost.append((version, reason)), lambda version: None), lost
+    return SlotTable(num_slots, lambda version, reason, _: lost.append((version, reason)), lambda version: None), lost
 
 
 def version(step: int) -> Version:
@@ -183,6 +184,116 @@ def test_a_planned_layout_is_accepted():
     check_manifest(MANIFEST)
 
 
+# ---- ranks on several hosts ----------------------------------------------------------------------------------
+
+
+def write_part(table: SlotTable, step: int, publication: int = 1) -> Slot:
+    """The only rank of this host writes its shards, which another relay collects."""
+    slot = table.begin(version(step), MANIFEST, 1, 2, publication=publication, num_here=1)
+    assert slot is not None
+    assert table.commit(version(step), 1, publication=publication) is slot
+    return slot
+
+
+def receive(table: SlotTable, step: int) -> Slot:
+    """The whole version comes through the chain."""
+    slot = table.receive(version(step), MANIFEST)
+    assert slot is not None
+    table.commit(version(step), UPSTREAM)
+    return table.finish(version(step), f"digest-{step}", b"")
+
+
+def test_shards_of_one_host_stay_until_the_chain_brings_the_whole_version_into_their_slot():
+    table, lost = make_table()
+    part = write_part(table, 1)
+    assert part.is_part
+    with pytest.raises(RelayError, match="not ready"):
+        table.lease(version(1))
+    assert receive(table, 1) is part
+    assert table.lease(None)[1].version == version(1)
+    assert not lost
+
+
+def test_shards_that_are_still_being_written_or_sent_are_not_overwritten_by_the_chain():
+    table, _ = make_table()
+    table.begin(version(1), MANIFEST, 1, 2, publication=1, num_here=1)
+    assert table.receive(version(1), MANIFEST) is None
+    slot = table.commit(version(1), 1, publication=1)
+    assert slot is not None
+    lease = table.follow(slot)
+    assert table.receive(version(1), MANIFEST) is None
+    table.release(lease)
+    assert table.receive(version(1), MANIFEST) is slot
+
+
+def test_shards_give_way_to_another_version_and_may_come_through_the_chain_afterwards():
+    table, lost = make_table(2)
+    publish(table, 1)
+    write_part(table, 2, publication=2)
+    assert write_part(table, 3, publication=3).version == version(3)
+    assert table.filling(version(2)) is None
+    receive(table, 3)
+    receive(table, 2)
+    assert not lost, "they had been sent"
+
+
+def test_shards_under_a_lease_give_way_to_nothing():
+    table, _ = make_table(2)
+    publish(table, 1)
+    table.follow(write_part(table, 2, publication=2))
+    assert table.begin(version(3), MANIFEST, 1, 2, publication=3, num_here=1) is None
+
+
+def test_a_lost_version_begins_again_when_it_is_published_anew_and_late_ranks_of_before_are_refused():
+    table, lost = make_table()
+    table.begin(version(1), MANIFEST, 0, 2, publication=1)
+    table.leave(version(1), 0, "rank 0 died", 1)
+    with pytest.raises(RelayError, match="rank 0 died"):
+        table.begin(version(1), MANIFEST, 1, 2, publication=1)
+    for rank in (0, 1):
+        assert table.begin(version(1), MANIFEST, rank, 2, publication=2) is not None
+    with pytest.raises(RelayError, match="rank 0 has not begun it"):
+        table.commit(version(1), 0, publication=1)
+    table.commit(version(1), 0, publication=2)
+    assert table.commit(version(1), 1, publication=2) is not None
+    assert len(lost) == 1
+
+
+def test_a_publication_that_still_fills_is_lost_when_its_version_is_published_anew():
+    table, lost = make_table()
+    old = table.begin(version(1), MANIFEST, 0, 2, publication=1)
+    new = table.begin(version(1), MANIFEST, 0, 2, publication=2)
+    assert old is not None
+    assert new is not None
+    assert old.index != new.index, "a live writer of the first may still touch its slot"
+    assert lost == [(version(1), "it is published anew")]
+    table.leave(version(1), 0, "gone", 1)
+    assert [slot.publication for slot in table.slots] == [0, 2, 0]
+
+
+def test_a_version_that_was_ready_is_not_published_again():
+    table, _ = make_table()
+    publish(table, 1)
+    with pytest.raises(RelayError, match="published already"):
+        table.begin(version(1), MANIFEST, 0, 1, publication=7)
+    assert table.receive(version(1), MANIFEST) is None
+
+
+def test_ranks_that_together_write_too_little_or_too_much_lose_the_version():
+    embed = MANIFEST.tensors[0]
+    table, lost = make_table()
+    whole = pack((spec.offset, spec.offset + spec.num_bytes) for spec in MANIFEST.tensors)
+    table.begin(version(1), MANIFEST, 0, 2, ranges=whole)
+    with pytest.raises(RelayError, match=r"ranks 0 and 1 both write elements 0 to 3 of 'embed'"):
+        table.begin(version(1), MANIFEST, 1, 2, ranges=pack([(embed.offset, embed.offset + 12)]))
+    with pytest.raises(RelayError, match="both write"):
+        table.commit(version(1), 0)
+    assert states(table)[0] == ("free", None)
+    with pytest.raises(RelayError, match="no rank writes elements 0 to 7 of 'head'"):
+        table.begin(version(2), MANIFEST, 0, 1, ranges=pack([(embed.offset, embed.offset + embed.num_bytes)]))
+    assert [name for name, _ in lost] == [version(1), version(2)]
+
+
 class SlotTableMachine(RuleBasedStateMachine):
     """Two ranks, three slots, versions in any order, deaths and time-outs anywhere."""
 
@@ -205,7 +316,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         assert slot is not self.table.newest
         self.dropped[name] = None
 
-    def _note_lost(self, name: Version, reason: str) -> None:
+    def _note_lost(self, name: Version, reason: str, publication: int) -> None:
         assert name not in self.lost, "reported twice"
         self.lost[name] = reason
 

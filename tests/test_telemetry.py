@@ -29,6 +29,8 @@ SETTINGS = Settings(num_prompts=4, steps=9, group_size=2, batch_groups=2, local_
 ROLLOUT = WorkerId("rollout-0")
 NAME = re.compile(r"[a-z][a-z_]*(/[a-z_]+)+")
 
+STALL = wire.ShardsWritten(version=Version(4, 0), stall_s=1.0, cast_s=0.125, device_copy_s=0.25, host_copy_s=0.5)
+
 
 def trained(number: int, behavior: int, finish: int, sample: int, reason: str = "stop") -> Trajectory:
     return Trajectory(
@@ -141,7 +143,7 @@ async def test_idle_ratios_and_rates_are_of_the_window(world: World) -> None:
     for wait_s, canary in ((0.1, 0.02), (0.3, 0.04), (0.2, None)):
         pulled = wire.Refreshed(version=Version(4, 0), digest="d", wait_s=wait_s, canary_difference=canary)
         world.telemetry.on_message(ROLLOUT, pulled)
-    world.telemetry.on_message(WorkerId("trainer-0/0"), wire.ShardsWritten(version=Version(4, 0), stall_s=1.0))
+    world.telemetry.on_message(WorkerId("trainer-0/0"), STALL)
     world.step_done(**{"timing/step_s": 4.0, "num_tokens/trained": 50.0})
     [metrics] = world.telemetry.history
     assert metrics["timing/wall_s"] == pytest.approx(10.0, abs=5.0)
@@ -154,6 +156,8 @@ async def test_idle_ratios_and_rates_are_of_the_window(world: World) -> None:
     assert metrics["canary/logprob_abs_diff/mean"] == pytest.approx(0.03)
     assert metrics["canary/logprob_abs_diff/max"] == 0.04
     assert (metrics["rollout/num_pulls"], metrics["perf/publication_stall_s"]) == (3.0, 1.0)
+    parts = [metrics[f"perf/publication_{part}_s"] for part in ("cast", "device_copy", "host_copy")]
+    assert parts == [0.125, 0.25, 0.5]
     assert world.telemetry._window.tokens_generated == 0, "a new window began"
 
 

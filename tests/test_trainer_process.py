@@ -19,6 +19,7 @@ from laminar.config import Config, ControllerConfig
 from laminar.ids import Version
 from laminar.workers.relay import paths
 from laminar.workers.relay.daemon import RelayServer
+from laminar.workers.relay.versions import Versions
 
 START_S = 60.0
 
@@ -147,7 +148,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
 async def test_two_torchrun_ranks_train_publish_save_and_stop(tmp_path: Path) -> None:
     async with run_end(tmp_path) as end:
         directory = paths.create(end.run_id, "")
-        server = RelayServer(directory, 2, lambda event: None)
+        server = RelayServer(Versions(directory, 2, lambda event: None))
         await server.start()
         try:
             async with torchrun(end, 2) as process:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,13 +17,16 @@ from transformers import AutoModelForCausalLM
 from laminar.config import Config
 from laminar.errors import StartError
 from laminar.ids import Version
-from laminar.wire import VersionDropped, VersionLost, VersionReady
+from laminar.wire import Neighbour, Publish, VersionDropped, VersionHeld, VersionLost, VersionReady
 from laminar.workers.relay import paths
+from laminar.workers.relay.chain import Place
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.relay.daemon import RelayServer
+from laminar.workers.relay.versions import Versions
 from laminar.workers.trainer.checkpoint import CheckpointError
 from laminar.workers.trainer.model import load_model
 from laminar.workers.trainer.trainer import Trainer
+from laminar.workers.transport import make_transport
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ Told = VersionReady | VersionLost | VersionDropped
 async def relay(num_slots: int = 3) -> AsyncIterator[tuple[Path, "asyncio.Queue[Told]"]]:
     events: asyncio.Queue[Told] = asyncio.Queue()
     directory = paths.create(f"test-{uuid.uuid4().hex[:12]}", "")
-    server = RelayServer(directory, num_slots, events.put_nowait)
+    server = RelayServer(Versions(directory, num_slots, events.put_nowait))
     await server.start()
     try:
         yield directory, events
@@ -51,7 +55,7 @@ async def relay(num_slots: int = 3) -> AsyncIterator[tuple[Path, "asyncio.Queue[
 def publish_once(config: Config, directory: Path) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU, layer_parameters_min=0)
     with RelayClient(directory, 10.0) as client:
-        publication = trainer.publish(Version(0, 0), client)
+        publication = trainer.publish(Publish(version=Version(0, 0)), client)
     empty = sum(part.local.numel() == 0 for part in trainer.parameters)
     return {"failure": publication.failure, "stall_s": publication.stall_s, "empty": empty}
 
@@ -94,9 +98,56 @@ def compare_published(directory: Path, model: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(torch.tensor(lease.canary.logprobs), logprobs, atol=1e-4, rtol=0)
 
 
+def publish_from_two_hosts(config: Config, directories: list[Path], collector: Neighbour) -> str | None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    trainer = Trainer(config, device=CPU, layer_parameters_min=0)
+    order = Publish(version=Version(0, 0), publication=1, collector=collector)
+    with RelayClient(directories[trainer.rank], 10.0) as client:
+        failure = trainer.publish(order, client).failure
+        client.lease(Version(0, 0), wait_s=60.0).release()
+    return failure
+
+
+async def test_ranks_of_two_hosts_publish_the_bytes_that_ranks_of_one_host_do(model: str, tmp_path: Path) -> None:
+    config = make_config(model)
+    async with relay() as (directory, events):
+        await asyncio.to_thread(run_ranks, publish_once, 2, tmp_path, config, directory)
+        alone = await asyncio.wait_for(events.get(), 10)
+    async with two_relays() as (directories, collector, events):
+        results = await asyncio.to_thread(
+            run_ranks, publish_from_two_hosts, 2, tmp_path, config, directories, collector
+        )
+        assert results == [None, None]
+        ready, held = [await asyncio.wait_for(events.get(), 10) for _ in range(2)]
+    assert (type(ready), type(held)) == (VersionReady, VersionHeld)
+    assert ready.digest == held.digest == alone.digest
+
+
+@contextlib.asynccontextmanager
+async def two_relays() -> AsyncIterator[tuple[list[Path], Neighbour, "asyncio.Queue[Any]"]]:
+    """The directories of r0 → r1, where r0 can be reached, and what both tell."""
+    events: asyncio.Queue[Any] = asyncio.Queue()
+    directories = [paths.create(f"test-{uuid.uuid4().hex[:12]}", "") for _ in range(2)]
+    servers = [RelayServer(Versions(directory, 3, events.put_nowait)) for directory in directories]
+    ports = []
+    try:
+        for number, server in enumerate(servers):
+            await server.start()
+            place = Place(f"r{number}", "a token", make_transport("tcp", 10.0), "127.0.0.1")
+            ports.append(server.join_chain(place, lambda peer, epoch: None, lambda peer, epoch: None))
+        servers[1].arrange(1, "r0", None)
+        servers[0].arrange(1, None, Neighbour(name="r1", host="127.0.0.1", port=ports[1]))
+        yield directories, Neighbour(name="r0", host="127.0.0.1", port=ports[0]), events
+    finally:
+        for server, directory in zip(servers, directories, strict=True):
+            await server.close()
+            paths.remove(directory)
+
+
 def publish_nowhere(config: Config, directory: Path) -> str | None:
     trainer = Trainer(config, device=CPU)
-    return trainer.publish(Version(0, 0), RelayClient(directory, 0.2 if trainer.rank else 0.1)).failure
+    client = RelayClient(directory, 0.2 if trainer.rank else 0.1)
+    return trainer.publish(Publish(version=Version(0, 0)), client).failure
 
 
 def test_a_missing_relay_costs_the_version_and_not_the_trainer(model: str, tmp_path: Path) -> None:

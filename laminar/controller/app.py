@@ -27,7 +27,7 @@ from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.intake import Intake, indent
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import Process, addresses_of, going_on_from, plan, url_of
+from laminar.controller.plan import RENDEZVOUS_PORT, Process, addresses_of, going_on_from, plan, url_of
 from laminar.controller.rundir import RunDirectory, complete_checkpoints, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.segments import Past
@@ -190,7 +190,7 @@ class Application:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        processes = plan(config, self._hosts, url, self._resume)
+        processes = plan(config, self._hosts, url, self._resume, self._rendezvous_port())
         self._display.say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
         self._processes = {process.name: process for process in processes}
         for process in self._adopt() if self._history is not None else processes:
@@ -228,10 +228,11 @@ class Application:
         for name, process in self._processes.items():
             self._intake.joined.update(outage.workers_of(state, name))
             what = "nothing" if name in alive else outage.what_to_do(state, name)
-            if what == "start":
+            others_live = process.role == "trainer" and any(self._processes[n].role == "trainer" for n in alive)
+            if what == "start" and not others_live:
                 to_start.append(process)
-            elif what == "lost":
-                for worker, incarnation in outage.workers_of(state, name).items():
+            elif what != "nothing":  # a node of a trainer whose others run cannot be started alone
+                for worker, incarnation in (outage.workers_of(state, name) or {WorkerId(name): 0}).items():
                     reason = "its process ended while no controller watched it"
                     self._post(events.WorkerLost(worker=worker, incarnation=incarnation, reason=reason))
         return to_start
@@ -242,12 +243,31 @@ class Application:
             if process is None:
                 raise StartError("it was not started by this controller")
             if process.role == "trainer":
-                complete = complete_checkpoints(self._run.checkpoints)
-                process = going_on_from(process, complete[-1] if complete else self._resume)
-            await self._launcher.start(process)
+                await self._start_trainer_again()
+            else:
+                await self._launcher.start(process)
             self._display.say(f"{worker} is started again")
         except StartError as error:
             self._post(events.WorkerLost(worker=worker, incarnation=0, reason=str(error)))
+
+    async def _start_trainer_again(self) -> None:
+        """On all its hosts, after what may be left of it there."""
+        complete = complete_checkpoints(self._run.checkpoints)
+        checkpoint = complete[-1] if complete else self._resume
+        port = self._rendezvous_port()
+        trainers = [process for process in self._processes.values() if process.role == "trainer"]
+        for process in trainers:
+            self._launcher.give_up(process.name)
+        for process in trainers:
+            await self._launcher.start(going_on_from(process, checkpoint, port))
+
+    def _rendezvous_port(self) -> int:
+        """A free one, if the first trainer host is this machine: several runs may share it."""
+        first = next(host.address for host in self._hosts if host.role == "trainer")
+        if not is_local(first):
+            return RENDEZVOUS_PORT
+        with socket.create_server((first, 0)) as probe:
+            return int(probe.getsockname()[1])
 
     # ---- while it runs -------------------------------------------------------------------------------------
 

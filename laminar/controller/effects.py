@@ -98,7 +98,7 @@ class Effects:
             actions.PullWeights: self._pull,
             actions.RunEvaluation: self._evaluate,
             actions.StartTrainStep: self._train,
-            actions.PublishVersion: lambda a: self._to_trainer(wire.Publish(version=a.version), a.cause),
+            actions.PublishVersion: self._publish,
             actions.ArrangeChain: self._arrange_chain,
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
@@ -176,6 +176,11 @@ class Effects:
     def _to_trainer(self, message: wire.Message, cause: int) -> None:
         for worker in self._runtime.core.state.trainer.ranks:
             self._channels.send(worker, message, cause)
+
+    def _publish(self, action: actions.PublishVersion) -> None:
+        collector = self.relay_addresses.get(action.relay) if action.relay else None
+        order = wire.Publish(version=action.version, publication=action.publication, collector=collector)
+        self._to_trainer(order, action.cause)
 
     def _arrange_chain(self, action: actions.ArrangeChain) -> None:
         """A relay that is alone on one host listens to no other: there is no link to make."""

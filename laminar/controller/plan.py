@@ -13,12 +13,15 @@ from laminar.errors import ConfigError
 from laminar.hosts import Host, is_local
 from laminar.wire import HOST_VARIABLE
 
+RENDEZVOUS_PORT = 29500
+"""Where the nodes of a trainer on several hosts meet, on the first of them; torchrun's own default."""
+
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
     """One process to start."""
 
     name: str
-    """Worker name; the ranks of a trainer are ``<name>/<rank>``."""
+    """Worker name; the ranks of a trainer are ``<name>/<rank>``, numbered over all its hosts."""
     role: str
     address: str
     command: list[str]
@@ -39,14 +42,18 @@ def addresses_of(hosts: list[Host]) -> list[str]:
     return list(dict.fromkeys(host.address for host in hosts))
 
 
-def plan(config: Config, hosts: list[Host], url: str, resume: Path | None) -> list[Process]:
+def plan(
+    config: Config, hosts: list[Host], url: str, resume: Path | None, rendezvous_port: int = RENDEZVOUS_PORT
+) -> list[Process]:
     """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
     _require_supported(config, hosts)
     num_local = sum(_num_busy(host) for host in hosts if is_local(host.address))
     threads = max(1, (os.cpu_count() or 1) // max(1, num_local))
     addresses = addresses_of(hosts)
     processes = [_relay(address, index, hosts, url) for index, address in enumerate(addresses)]
-    processes += [_trainer(host, index, url, resume, threads) for index, host in enumerate(_role(hosts, "trainer"))]
+    for index, host in enumerate(_role(hosts, "trainer")):
+        meet = _rendezvous(_role(hosts, "trainer"), index, rendezvous_port)
+        processes.append(going_on_from(_trainer(host, index, url, meet, threads), resume, rendezvous_port))
     number = 0
     for host in _role(hosts, "rollout"):
         for index in range(host.replicas):
@@ -69,8 +76,12 @@ def _num_busy(host: Host) -> int:
 
 
 def _require_supported(config: Config, hosts: list[Host]) -> None:
-    if len(_role(hosts, "trainer")) > 1:
-        raise ConfigError("the hosts file names several trainer hosts; this version trains on one (use ranks=N there)")
+    first, *others = _role(hosts, "trainer")
+    if is_local(first.address) and not all(is_local(host.address) for host in others):
+        raise ConfigError(
+            f"hosts file, line {first.line}: the trainer's other hosts meet at {first.address}, which is another machine for "
+            f"each of them; give the first trainer host an address that all can reach"
+        )
     rollout = config.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     for host in hosts:
@@ -138,13 +149,21 @@ def _relay(address: str, index: int, hosts: list[Host], url: str) -> Process:
     return Process(name=name, role="relay", address=address, command=command, environment=_environment(1))
 
 
-def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int) -> Process:
+def _rendezvous(trainers: list[Host], index: int, port: int) -> list[str]:
+    """How torchrun on one host finds that on the others."""
+    if len(trainers) == 1:
+        return ["--standalone"]
+    first = trainers[0].address
+    return [f"--nnodes={len(trainers)}", f"--node-rank={index}", f"--master-addr={first}", f"--master-port={port}"]
+
+
+def _trainer(host: Host, index: int, url: str, rendezvous: list[str], threads: int) -> Process:
     name = f"trainer-{index}"
     command = [
-        _python(host), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={host.ranks}",
+        _python(host), "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={host.ranks}",
         "-m", "laminar.workers.trainer", "--controller", url, "--name", name,
     ]  # fmt: skip
-    process = Process(
+    return Process(
         name=name,
         role="trainer",
         address=host.address,
@@ -152,12 +171,12 @@ def _trainer(host: Host, index: int, url: str, resume: Path | None, threads: int
         environment=_environment(threads),
         num_workers=host.ranks,
     )
-    return going_on_from(process, resume)
 
 
-def going_on_from(trainer: Process, checkpoint: Path | None) -> Process:
+def going_on_from(trainer: Process, checkpoint: Path | None, rendezvous_port: int) -> Process:
     """The trainer as it is started to go on from a checkpoint; None = from the initial model."""
-    command = trainer.command
+    meet = f"--master-port={rendezvous_port}"
+    command = [meet if word.startswith("--master-port=") else word for word in trainer.command]
     if "--resume" in command:
         command = command[: command.index("--resume")]
     if checkpoint is not None:

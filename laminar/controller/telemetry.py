@@ -29,6 +29,9 @@ class Window(msgspec.Struct, kw_only=True):
     num_pulls: int = 0
     canary_differences: list[float] = []
     stall_s: float = 0.0
+    cast_s: float = 0.0
+    device_copy_s: float = 0.0
+    host_copy_s: float = 0.0
     num_failed: int = 0
     agents: dict[str, int] = {}
 
@@ -60,8 +63,7 @@ class Telemetry:
                 self._window.canary_differences.append(message.canary_difference)
             self._span(worker, "pull", message.wait_s, message.version)
         elif isinstance(message, wire.ShardsWritten):
-            self._window.stall_s += message.stall_s
-            self._span(worker, "publish", message.stall_s, message.version)
+            self._on_shards_written(worker, message)
         elif isinstance(message, wire.StepDone):
             self._span(worker, "train", message.metrics.get("timing/step_s", 0.0), f"s{message.step}")
         elif isinstance(message, wire.VersionReady):
@@ -69,6 +71,14 @@ class Telemetry:
                 "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?)",
                 (message.version.step, message.version.branch, message.digest, message.num_bytes, self._runtime.now()),
             )
+
+    def _on_shards_written(self, worker: WorkerId, message: wire.ShardsWritten) -> None:
+        window = self._window
+        window.stall_s += message.stall_s
+        window.cast_s += message.cast_s
+        window.device_copy_s += message.device_copy_s
+        window.host_copy_s += message.host_copy_s
+        self._span(worker, "publish", message.stall_s, message.version)
 
     def _on_report(self, worker: WorkerId, report: wire.RolloutReport) -> None:
         window = self._window
@@ -144,6 +154,9 @@ class Telemetry:
             "perf/trainer_idle_ratio": max(0.0, 1.0 - working / wall),
             "perf/rollout_idle_ratio": max(0.0, 1.0 - busy / interval) if interval else 1.0,
             "perf/publication_stall_s": window.stall_s,
+            "perf/publication_cast_s": window.cast_s,
+            "perf/publication_device_copy_s": window.device_copy_s,
+            "perf/publication_host_copy_s": window.host_copy_s,
             "perf/rollout_wait_s": window.wait_s / max(1, window.num_pulls),
             "rollout/num_pulls": float(window.num_pulls),
             "rollout/num_failed": float(window.num_failed),

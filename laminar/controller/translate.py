@@ -82,8 +82,10 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     ),
     wire.StepDone: lambda m, o: events.StepFinished(step=m.step, attempt=m.attempt, metrics=m.metrics),
     wire.StepFailed: lambda m, o: events.StepFailed(step=m.step, attempt=m.attempt, reason=m.reason),
-    wire.ShardsWritten: lambda m, o: events.ShardsWritten(version=m.version, stall_s=m.stall_s),
-    wire.PublishFailed: lambda m, o: events.VersionLost(version=m.version, reason=m.reason),
+    wire.ShardsWritten: lambda m, o: events.ShardsWritten(
+        version=m.version, stall_s=m.stall_s, publication=m.publication
+    ),
+    wire.PublishFailed: lambda m, o: events.VersionLost(version=m.version, reason=m.reason, publication=m.publication),
     wire.CheckpointSaved: lambda m, o: events.CheckpointSaved(step=m.step),
     wire.CheckpointFailed: lambda m, o: events.CheckpointFailed(step=m.step, reason=m.reason),
     wire.RelayReady: lambda m, o: events.RelayJoined(
@@ -92,7 +94,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     wire.VersionReady: lambda m, o: events.VersionReady(
         worker=o.worker, version=m.version, digest=m.digest, num_bytes=m.num_bytes
     ),
-    wire.VersionLost: lambda m, o: events.VersionLost(version=m.version, reason=m.reason),
+    wire.VersionLost: lambda m, o: events.VersionLost(version=m.version, reason=m.reason, publication=m.publication),
     wire.VersionHeld: lambda m, o: events.VersionHeld(worker=o.worker, version=m.version, digest=m.digest),
     wire.LinkBroken: lambda m, o: events.LinkBroken(worker=o.worker, peer=WorkerId(m.peer), epoch=m.epoch),
     wire.LinkSlow: lambda m, o: events.LinkSlow(worker=o.worker, peer=WorkerId(m.peer), epoch=m.epoch),

@@ -99,9 +99,13 @@ class StartTrainStep(Action, frozen=True, kw_only=True):
 
 
 class PublishVersion(Action, frozen=True, kw_only=True):
-    """Hand the trainer's present weights to the relay."""
+    """Every rank hands its shards of the trainer's present weights to the relay of its host."""
 
     version: Version
+    publication: int = 0
+    """Number of this order; what is said about an older one of the same version is void."""
+    relay: WorkerId | None = None
+    """The one to which the relays of several trainer hosts send their shards; None = the trainer is on one host."""
 
 
 class ArrangeChain(Action, frozen=True, kw_only=True):

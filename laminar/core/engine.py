@@ -155,11 +155,11 @@ def _on_lost(turn: Turn, event: events.WorkerLost) -> None:
     known = _incarnation(turn.state, event.worker)
     if turn.state.finished or 0 < event.incarnation <= turn.state.fenced.get(event.worker, 0):
         return  # they were told to stop
-    if known < 0 and recovery.is_waiting(turn, training.launch_of(event.worker)):
+    if known < 0 and recovery.is_waiting(turn, training.launch_of(turn.state, event.worker)):
         return
     if known == event.incarnation:
         _lose(turn, event.worker, event.reason)
-    elif known < 0 and (role := recovery.role_starting(turn, training.launch_of(event.worker))):
+    elif known < 0 and (role := recovery.role_starting(turn, training.launch_of(turn.state, event.worker))):
         turn.state.fenced[event.worker] = max(event.incarnation, turn.state.fenced.get(event.worker, 0))
         _lose_starting(turn, event.worker, event.reason, role)
     elif known < 0 and turn.state.fenced.get(event.worker, -1) < event.incarnation:

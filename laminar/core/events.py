@@ -217,10 +217,12 @@ class StepFailed(Event, frozen=True, kw_only=True):
 
 
 class ShardsWritten(Event, frozen=True, kw_only=True):
-    """The trainer goes on; the relay will report the version ready."""
+    """Every rank has handed its shards to the relay of its host; the one that collects them will report the version ready."""
 
     version: Version
     stall_s: float
+    publication: int = 0
+    """As in `PublishVersion`; 0 = the last one."""
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True):
@@ -255,14 +257,16 @@ class VersionReady(Event, frozen=True, kw_only=True):
     digest: str
     num_bytes: int
     worker: WorkerId | None = None
-    """That relay; None = the present master."""
+    """That relay; None = the one that the last publication was ordered to."""
 
 
 class VersionLost(Event, frozen=True, kw_only=True):
-    """A version was not published; the next one serves."""
+    """A version was not published; the next one serves. Ranks and several relays may say so of one publication."""
 
     version: Version
     reason: str
+    publication: int = 0
+    """As in `PublishVersion`; 0 = the last one."""
 
 
 class VersionHeld(Event, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Literal
 from laminar.core import story
 from laminar.core.events import ControllerRestarted
 from laminar.core.records import State
-from laminar.core.training import launch_of
+from laminar.core.training import launch_of, process_of
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
 
@@ -32,21 +32,21 @@ def what_to_do(state: State, process: str) -> Literal["lost", "start", "nothing"
 
     One that waits to be started again is started by the core's timer.
     """
-    if any(launch_of(worker) == process for worker in _workers(state)):
+    if any(process_of(worker) == process for worker in _workers(state)):
         return "lost"
-    record = state.restarts.get(WorkerId(process))
+    record = state.restarts.get(launch_of(state, WorkerId(process)))
     if record is not None and (record.due_at or record.evicted):
         return "nothing"
     if record is not None and record.starting:
         return "start"
-    return "nothing" if any(launch_of(worker) == process for worker in state.fenced) else "start"
+    return "nothing" if any(process_of(worker) == process for worker in state.fenced) else "start"
 
 
 def workers_of(state: State, process: str) -> dict[WorkerId, int]:
     """The workers of a process that have joined -> their incarnations."""
     incarnations = {worker: relay.incarnation for worker, relay in state.relays.items()} | state.trainer.ranks
     incarnations |= {worker: replica.incarnation for worker, replica in state.replicas.items()}
-    return {worker: number for worker, number in incarnations.items() if launch_of(worker) == process}
+    return {worker: number for worker, number in incarnations.items() if process_of(worker) == process}
 
 
 def _workers(state: State) -> list[WorkerId]:

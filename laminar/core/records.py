@@ -164,6 +164,8 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     """Why it will never be readable; empty = it may."""
     num_tries: int = 0
     """How often the trainer was asked to publish it."""
+    publication: int = 0
+    """Number of the last such order; 0 = none."""
     written: bool = False
     """The trainer has handed over all of it."""
     void: bool = False
@@ -195,7 +197,7 @@ class Trainer(msgspec.Struct, kw_only=True):
     """The trainer as the core sees it. Commands are executed in the order sent."""
 
     launch: WorkerId | None = None
-    """What the ranks belong to: ``trainer-0`` of ``trainer-0/1``."""
+    """What is started again as a whole, named after the node whose rank was ready first: ``trainer-0`` of ``trainer-0/1``."""
     ranks: dict[WorkerId, int] = {}
     """Ready ranks of the present launch: worker -> incarnation."""
     hosts: dict[WorkerId, str] = {}
@@ -353,8 +355,10 @@ class State(msgspec.Struct, kw_only=True):
     """Replicas that serve an old version, or will as soon as nothing generates on them."""
     num_failovers: Failovers = msgspec.field(default_factory=Failovers)
     versions: list[VersionRecord] = []
+    num_publications: int = 0
+    """Orders to publish so far."""
     publishing_to: WorkerId | None = None
-    """Master to which the last publication was ordered."""
+    """Relay that collects the version whose publication was ordered last."""
     branches: list[Branch] = []
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     steps: dict[int, Step] = {}

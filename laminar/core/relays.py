@@ -76,6 +76,7 @@ def lose_starting(turn: Turn, worker: WorkerId, reason: str) -> None:
     recovery.plan(turn, worker, reason, "relay")
     _sources_changed(turn)
     _fail_if_none_is_left(turn, worker, reason)
+    versions.publish(turn)
 
 
 def _fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
@@ -221,7 +222,7 @@ def _to_tail(turn: Turn, relay: Relay) -> None:
 
 def on_ready(turn: Turn, event: VersionReady) -> None:
     """The relay that it was published to holds it: from now on replicas may pull it there."""
-    worker = event.worker or turn.state.chain.master
+    worker = event.worker or turn.state.publishing_to
     relay = turn.state.relays.get(worker) if worker else None
     if relay is None:
         turn.tell(f"word of {worker}, which was given up, ignored", story.version(event.version))

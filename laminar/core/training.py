@@ -21,7 +21,7 @@ from laminar.core.actions import (
 )
 from laminar.core.decisions import TakeBatch
 from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, StepFinished, TrainerRankReady
-from laminar.core.records import Branch, GroupState, Step, Trajectory
+from laminar.core.records import Branch, GroupState, State, Step, Trajectory
 from laminar.core.resume import data_state
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, Version, WorkerId
@@ -33,7 +33,7 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
     """When all ranks of a launch are there, the trainer is ready; a restore starts a new branch."""
     trainer = turn.state.trainer
     is_old = turn.state.fenced.get(event.worker, 0) >= event.incarnation
-    if is_old or recovery.is_waiting(turn, launch_of(event.worker)):
+    if is_old or recovery.is_waiting(turn, launch_of(turn.state, event.worker)):
         reason = "this launch of the trainer was given up"
         turn.emit(StopWorker(cause=turn.cause, worker=event.worker, incarnation=event.incarnation, reason=reason))
         return
@@ -41,7 +41,7 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
         lose(turn, event.worker, "replaced by a new process")
     if trainer.ready:
         return
-    trainer.launch = launch_of(event.worker)
+    trainer.launch = trainer.launch or launch_of(turn.state, event.worker)
     trainer.ranks[event.worker] = event.incarnation
     trainer.hosts[event.worker] = event.host
     trainer.world_size = event.world_size
@@ -74,9 +74,16 @@ def _begin_branch(turn: Turn, step: int) -> None:
         trainer.checkpoint = step
 
 
-def launch_of(rank: WorkerId) -> WorkerId:
-    """What is started as a whole: ``trainer-0`` of ``trainer-0/1``; a replica is its own."""
-    return WorkerId(rank.partition("/")[0])
+def launch_of(state: State, worker: WorkerId) -> WorkerId:
+    """What is started again as a whole: the trainer with all its nodes (``trainer-0`` of ``trainer-1/3``); a replica is its own."""
+    process, trainer = process_of(worker), state.trainer
+    is_trainers = trainer.launch is not None and any(process_of(rank) == process for rank in trainer.hosts)
+    return trainer.launch if is_trainers and trainer.launch else process
+
+
+def process_of(worker: WorkerId) -> WorkerId:
+    """What the worker ends with: a node's ``trainer-1`` of its rank ``trainer-1/3``; a replica is its own."""
+    return WorkerId(worker.partition("/")[0])
 
 
 def lose(turn: Turn, worker: WorkerId, reason: str) -> None:

@@ -6,7 +6,7 @@ from laminar.core.events import ShardsWritten, VersionLost
 from laminar.core.records import Branch, State, VersionRecord
 from laminar.core.relay_records import Relay
 from laminar.core.turn import Turn
-from laminar.ids import Version
+from laminar.ids import Version, WorkerId
 
 PUBLISH_TRIES_MAX = 3  # a version that the relay lost three times will not fare better the fourth time
 RECORDS_MAX = 64  # far more than replicas can lag; older ones are in the database
@@ -61,9 +61,15 @@ def made(turn: Turn) -> None:
 
 
 def publish(turn: Turn) -> None:
-    """Ask the trainer to hand over its present weights, unless they are published, under way or given up."""
+    """Ask the trainer to hand over its present weights, unless they are published, under way or given up.
+
+    A rank can write to the relay of its own host only: while one of these is away, nothing is published.
+    """
     state = turn.state
     if not (state.versions and state.trainer.ready and state.chain.master and not state.trainer.running):
+        return
+    hosts = dict.fromkeys(state.trainer.hosts.values())
+    if any(_lacks_relay(state, host, is_only=len(hosts) == 1) for host in hosts):
         return
     record = state.versions[-1]
     if (
@@ -73,12 +79,29 @@ def publish(turn: Turn) -> None:
         or record.num_tries >= PUBLISH_TRIES_MAX
     ):
         return
-    state.publishing_to, record.written = state.chain.master, False
+    state.publishing_to, record.written = _collector(state), False
+    state.num_publications += 1
+    record.publication = state.num_publications
     record.num_tries += 1
     record.deadline = turn.at + turn.settings.publish_timeout_s
     record.awaited_until = turn.at + turn.settings.await_publication_s if turn.settings.await_publication_s else 0.0
-    turn.emit(PublishVersion(cause=turn.cause, version=record.version))
-    turn.tell("publication started", story.version(record.version))
+    relay = state.publishing_to if len(hosts) > 1 else None
+    turn.emit(PublishVersion(cause=turn.cause, version=record.version, publication=record.publication, relay=relay))
+    turn.tell(f"publication {record.publication} started, to {state.publishing_to}", story.version(record.version))
+
+
+def _lacks_relay(state: State, host: str, *, is_only: bool) -> bool:
+    """Whether ranks of this host are to wait for its relay; an only host may have none that the core knows of."""
+    worker = state.relay_hosts.get(host)
+    if worker in state.relays:
+        return False
+    return not is_only or (worker is not None and recovery.may_return(state, worker))
+
+
+def _collector(state: State) -> WorkerId | None:
+    """The first relay of the chain that is on a trainer's host, so the master if it is; without any, the master."""
+    hosts = state.trainer.hosts.values()
+    return next((worker for worker in state.chain.order if state.relays[worker].host in hosts), state.chain.master)
 
 
 def is_awaited(state: State, relay: Relay | None) -> bool:
@@ -90,7 +113,7 @@ def is_awaited(state: State, relay: Relay | None) -> bool:
 def on_shards_written(turn: Turn, event: ShardsWritten) -> None:
     """The trainer may die now; whether the version can be read is the relay's word."""
     record = find(turn.state, event.version)
-    if record is not None:
+    if record is not None and event.publication in (0, record.publication):
         record.written = True
     turn.tell(f"shards written, the trainer waited {event.stall_s:.3f} s", story.version(event.version))
 
@@ -143,7 +166,12 @@ def abandon(turn: Turn, reason: str) -> None:
 
 
 def on_lost(turn: Turn, event: VersionLost) -> None:
-    """The version is skipped, or tried again while the trainer still holds it."""
+    """The version is skipped, or tried again while the trainer still holds it. The first word about a publication counts."""
+    record = find(turn.state, event.version)
+    if event.publication and record and not (record.deadline and record.publication == event.publication):
+        text = f"word about publication {event.publication}, which is over, ignored: {event.reason}"
+        turn.tell(text, story.version(event.version))
+        return
     lose(turn, event.version, event.reason)
 
 

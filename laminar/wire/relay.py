@@ -35,6 +35,8 @@ class VersionLost(Message, frozen=True, kw_only=True):
 
     version: Version
     reason: str
+    publication: int = 0
+    """As in `Publish`."""
 
 
 class VersionDropped(Message, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import msgspec
 
 from laminar.ids import GroupId, TrajectoryId, Version
+from laminar.wire.relay import Neighbour
 from laminar.wire.session import Message
 
 # ---- trainer -> controller ---------------------------------------------------------------------------------
@@ -38,11 +39,19 @@ class StepFailed(Message, frozen=True, kw_only=True):
 
 
 class ShardsWritten(Message, frozen=True, kw_only=True):
-    """Every rank has copied its shards to the relay; the trainer goes on. The relay then reports `VersionReady`."""
+    """Every rank has copied its shards to the relay of its host; the trainer goes on. A relay then reports `VersionReady`."""
 
     version: Version
     stall_s: float
-    """Seconds the trainer waited for the publication, on rank 0."""
+    """Seconds the trainer waited for the publication, on rank 0; what follows is part of it."""
+    publication: int = 0
+    """As in `Publish`."""
+    cast_s: float = 0.0
+    """To the rollouts' dtype, where that is a pass of its own."""
+    device_copy_s: float = 0.0
+    """From the device to host memory."""
+    host_copy_s: float = 0.0
+    """From host memory into the relay's slot."""
 
 
 class PublishFailed(Message, frozen=True, kw_only=True):
@@ -50,6 +59,8 @@ class PublishFailed(Message, frozen=True, kw_only=True):
 
     version: Version
     reason: str
+    publication: int = 0
+    """As in `Publish`."""
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True):
@@ -90,9 +101,13 @@ class StartStep(Message, frozen=True, kw_only=True):
 
 
 class Publish(Message, frozen=True, kw_only=True):
-    """Copy the current weights to the relay as `version`. Sent to every rank."""
+    """Copy this rank's shards of the current weights to the relay of its host as `version`. Sent to every rank."""
 
     version: Version
+    publication: int = 0
+    """Number of this order; 0 = it has none."""
+    collector: Neighbour | None = None
+    """The relay that collects the shards of several hosts; None = all ranks are on one."""
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):

@@ -19,14 +19,14 @@ import structlog
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.logs import Lossy
-from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, Stop, WorkerFailed
+from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, Stop, VersionLost, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import Place
 from laminar.workers.relay.chain_frames import SIGN_OF_LIFE_S
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.delta import MODES
-from laminar.workers.relay.versions import Told
+from laminar.workers.relay.versions import Told, Versions
 from laminar.workers.transport import RDMA, STREAMS_MAX, TRANSPORTS, make_transport
 
 log = structlog.get_logger("laminar.relay")
@@ -104,7 +104,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def _serve_alone(arguments: argparse.Namespace) -> int:
     directory = paths.create(arguments.run_id, run_directory="")
-    server = RelayServer(directory, arguments.slots or 3, _log_event)
+    server = RelayServer(Versions(directory, arguments.slots or 3, _log_event))
 
     async def for_ever() -> None:
         if arguments.listen is not None:
@@ -152,7 +152,8 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         assert link.config is not None
         run = link.config.run
         directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
-        server = RelayServer(directory, arguments.slots or link.config.relay.slots, link.send)
+        versions = Versions(directory, arguments.slots or link.config.relay.slots, link.send)
+        server = RelayServer(versions)
         await _serve(server, partial(_until_told_to_stop, link, server, arguments))
     except LaminarError as error:
         failed = True
@@ -201,7 +202,8 @@ def _log_slow(peer: str, epoch: int) -> None:
 
 
 def _log_event(event: Told) -> None:
-    log.info("relay_event", event_kind=type(event).__name__, version=str(event.version))
+    reason = event.reason if isinstance(event, VersionLost) else ""
+    log.info("relay_event", event_kind=type(event).__name__, version=str(event.version), reason=reason)
 
 
 if __name__ == "__main__":

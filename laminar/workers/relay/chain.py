@@ -3,8 +3,12 @@
 Threads: one listens; one per accepted link receives; one per epoch sends. The order of the chain comes from the controller; a link
 that breaks is reported at once, and the next epoch's links go on from the byte that the receiver has.
 
+The same listener takes shard links, over which ranks of several hosts fill one version; what goes wrong with these costs that
+version (`Versions`), and says nothing about the chain.
+
 Invariants:
-* Only a link of the present epoch, from the neighbour that the controller named, may write to a slot.
+* Only a link of the present epoch, from the neighbour that the controller named, may write to a slot; or one of a publication
+  that is being collected here, to the bytes that its ranks announced.
 * Every wait on a peer ends within the transport's progress deadline, or because the peer gives signs of life.
 * A version is READY here only with the digest that came from the master.
 """
@@ -28,13 +32,16 @@ from laminar.workers.relay.chain_send import Cut, News, Sender, Sent
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.link_speed import Fastest, LinkSpeed
 from laminar.workers.relay.manifest import BLOCK_BYTES
+from laminar.workers.relay.shards import Outgoing
+from laminar.workers.relay.shards_receive import ShardReceiver
+from laminar.workers.relay.shards_send import ShardSender
 from laminar.workers.transport import Link, LinkEnded, Transport
 
 log = structlog.get_logger("laminar.relay.chain")
 
 RETRY_S = 0.01  # for a neighbour that has not heard of the epoch yet: the controller told it in the same instant
 CONNECT_TIMEOUT_S = 3.0  # for that neighbour, and for a first connection; a dead process refuses at once
-LINKS_MAX = 32  # accepted at a time; one is in use, others are old ones that end or strangers that fail their proof
+LINKS_MAX = 1024  # accepted at a time: one of the chain, one per other trainer host and version, old ones, strangers
 
 
 class Place(NamedTuple):
@@ -83,6 +90,8 @@ class Chain:
         """Held by the one thread that may write what comes from upstream."""
         self._receiving: Link | None = None
         self._sending: Link | None = None
+        self._sending_turn = threading.Lock()
+        """Held by the thread that sends shards: one version after another."""
         self._num_links = 0
         self._closed = False
         self._start(self._listen, "chain-listen")
@@ -118,6 +127,10 @@ class Chain:
             self._start(lambda: self._send_for(epoch, downstream), f"chain-send-{epoch}")
         if upstream is None:
             self._start(self._lose_incoming, f"chain-first-{epoch}")
+
+    def send_shards(self, shards: Outgoing) -> None:
+        """Send them to the relay that collects them; the store is told the end."""
+        self._start(lambda: self._send_shards(shards), f"chain-shards-{shards.publication}")
 
     def wake(self) -> None:
         """The store has a version that it had not."""
@@ -173,11 +186,16 @@ class Chain:
             hello = self._admit(link, incoming)
             if hello is not None:
                 self._promote(link, hello.name, hello.epoch)
+            if hello is not None and hello.publication:
+                ShardReceiver(link, incoming, self._store, hello.publication).run()
+            elif hello is not None:
                 with self._receiving_turn:  # its last holder's link is closed: that thread is on its way out
                     self._receiver(link, incoming, hello.epoch).run()
         except Exception as error:  # noqa: BLE001 - whatever it was, this link carries nothing any more, and others must know
-            if hello is not None:
+            if hello is not None and not hello.publication:
                 self._broken(hello.name, hello.epoch, error)
+            elif hello is not None:
+                log.info("chain_shards_ended", peer=hello.name, publication=hello.publication, reason=str(error))
             else:
                 log.info("chain_stranger", peer=link.peer, reason=str(error))
         finally:
@@ -186,7 +204,7 @@ class Chain:
                 self._num_links -= 1
 
     def _admit(self, link: Link, incoming: frames.Frames) -> frames.Hello | None:
-        """The other end's Hello if it is this epoch's upstream; it gets an answer in any case."""
+        """The other end's Hello if it is this epoch's upstream, or has shards to send; it gets an answer in any case."""
         hello = incoming.expect(frames.Hello)
         assert isinstance(hello, frames.Hello)
         nonce = secrets.token_bytes(frames.NONCE_BYTES)
@@ -195,15 +213,10 @@ class Chain:
         assert isinstance(answer, frames.Proof)
         if not hmac.compare_digest(answer.proof, frames.proof(self._token, "upstream", hello, nonce)):
             raise ProtocolError(f"{link.peer} does not know the run's token")
-        with self._lock:
-            refusal = self._refusal(hello)
-            if refusal is None:
-                former, self._receiving = self._receiving, link
+        refusal = self._refusal_of_shards(hello) if hello.publication else self._replace_upstream(link, hello)
         if refusal is not None:
             frames.send(link, refusal)
             return None
-        if former is not None:
-            former.close()
         frames.send(link, frames.Welcome())
         return hello
 
@@ -211,6 +224,21 @@ class Chain:
         """Both ends have proved who they are."""
         link.promote()
         log.info("chain_link", peer=peer, epoch=epoch, transport=self._transport.name, medium=link.medium)
+
+    def _replace_upstream(self, link: Link, hello: frames.Hello) -> frames.Refused | None:
+        """From now on this link is the one from upstream, unless it is refused."""
+        with self._lock:
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                return refusal
+            former, self._receiving = self._receiving, link
+        if former is not None:
+            former.close()
+        return None
+
+    def _refusal_of_shards(self, hello: frames.Hello) -> frames.Refused | None:
+        refused = self._store.refusal(hello.publication)
+        return frames.Refused(reason=refused[0], early=refused[1]) if refused else None
 
     def _refusal(self, hello: frames.Hello) -> frames.Refused | None:
         if hello.epoch > self._epoch:
@@ -234,8 +262,8 @@ class Chain:
         """The sending link of one epoch, to its end."""
         link = None
         try:
-            link = self._connect(epoch, peer)
-            if link is not None:
+            link = self._connect(peer, 0, lambda: not self._is_current(epoch))
+            if link is not None and self._replace_downstream(link, epoch):
                 self._promote(link, peer.name, epoch)
                 self._sender(link, peer.name, epoch).run()
         except Exception as error:  # noqa: BLE001 - as in `_receive`
@@ -257,26 +285,36 @@ class Chain:
             LinkSpeed(self._fastest),
         )
 
-    def _connect(self, epoch: int, peer: Neighbour) -> Link | None:
-        """The link, once the neighbour welcomes it; None if the epoch is over before."""
+    def _replace_downstream(self, link: Link, epoch: int) -> bool:
+        """From now on this link is the one to downstream, unless the epoch is over."""
+        with self._lock:
+            if self._is_current(epoch):
+                self._sending = link
+            return self._sending is link
+
+    def _connect(self, peer: Neighbour, publication: int, is_over: Callable[[], bool]) -> Link | None:
+        """The link, once the other relay welcomes it; None if it is of no use any more before."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while self._is_current(epoch):
+        while not is_over():
+            epoch = self._epoch
             link = self._transport.connect(peer.host, peer.port, CONNECT_TIMEOUT_S)
-            refusal = self._introduce(link, epoch)
+            try:
+                refusal = self._introduce(link, epoch, publication)
+            except BaseException:
+                link.close()
+                raise
             if refusal is None:
-                with self._lock:
-                    if self._is_current(epoch):
-                        self._sending = link
-                        return link
+                return link
             link.close()
-            if refusal is not None and (not refusal.early or time.monotonic() > deadline):
+            if not refusal.early or time.monotonic() > deadline:
                 raise LinkEnded(f"{peer.name} refused the link: {refusal.reason}")
             time.sleep(RETRY_S)
         return None
 
-    def _introduce(self, link: Link, epoch: int) -> frames.Refused | None:
+    def _introduce(self, link: Link, epoch: int, publication: int) -> frames.Refused | None:
         incoming = frames.Frames(link)
-        hello = frames.Hello(name=self._name, epoch=epoch, nonce=secrets.token_bytes(frames.NONCE_BYTES))
+        nonce = secrets.token_bytes(frames.NONCE_BYTES)
+        hello = frames.Hello(name=self._name, epoch=epoch, nonce=nonce, publication=publication)
         frames.send(link, hello)
         challenge = incoming.expect(frames.Challenge)
         assert isinstance(challenge, frames.Challenge)
@@ -285,3 +323,23 @@ class Chain:
         frames.send(link, frames.Proof(proof=frames.proof(self._token, "upstream", hello, challenge.nonce)))
         answer = incoming.expect(frames.Welcome, frames.Refused)
         return answer if isinstance(answer, frames.Refused) else None
+
+    # ---- shards to the relay that collects them ---------------------------------------------------------------
+
+    def _send_shards(self, shards: Outgoing) -> None:
+        """One link for one publication, to its end."""
+        link, failure = None, ""
+        try:
+            link = self._connect(shards.collector, shards.publication, lambda: shards.lost)
+            if link is not None:
+                self._promote(link, shards.collector.name, self._epoch)
+                sender = ShardSender(link, shards, self._sending_turn, self._place.bytes_per_s_max)
+                sender.run(lambda: self._store.read(shards))
+        except Exception as error:  # noqa: BLE001 - as in `_receive`
+            failure = f"its shards did not get from {self._name} to {shards.collector.name}: {error}"
+            log.info("chain_shards_not_sent", version=str(shards.version), reason=failure)
+        finally:
+            if link is not None:
+                link.close()
+        with contextlib.suppress(LinkEnded):
+            self._store.sent(shards, failure)

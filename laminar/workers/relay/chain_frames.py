@@ -12,6 +12,14 @@
             ◄────────────────────────────────── Done{…} ──
     both    ── nothing ──                                       whenever they have nothing else to say
 
+On a shard link, from a relay with some ranks of the trainer to the one that collects a version, after the same handshake:
+
+            ── Shards{version, manifest} ────────────────►
+            ── Share{rank, ranges} ──────────────────────►      the rank is going to write these bytes
+            ── bytes, … ─────────────────────────────────►      as it writes them
+            ── Whole{rank, digest} ──────────────────────►      they were all
+            ◄────────────────────────────────── Done{…} ──      when all ranks of all hosts have written
+
 A frame is a header and a body: a message in msgpack, or the bytes of a version. Whoever waits says `nothing` now and then, so
 that silence means a dead or hanging peer.
 """
@@ -19,6 +27,7 @@ that silence means a dead or hanging peer.
 import hashlib
 import hmac
 import struct
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -48,6 +57,8 @@ class Hello(_Struct, frozen=True, kw_only=True):
     name: str
     epoch: int
     nonce: bytes
+    publication: int = 0
+    """Not 0: the link is for shards of this publication, and has no part in the chain."""
 
 
 class Challenge(_Struct, frozen=True, kw_only=True):
@@ -107,7 +118,31 @@ class Done(_Struct, frozen=True, kw_only=True):
     verified: bool
 
 
-Message = Hello | Challenge | Proof | Welcome | Refused | Offer | Have | End | Done
+class Shards(_Struct, frozen=True, kw_only=True):
+    """Shards of `num_ranks` of the ranks of this version are to follow."""
+
+    version: Version
+    manifest: Manifest
+    world_size: int
+    num_ranks: int
+
+
+class Share(_Struct, frozen=True, kw_only=True):
+    """A rank is going to write these ranges (`relay.ranges`), in this order."""
+
+    rank: int
+    ranges: bytes
+
+
+class Whole(_Struct, frozen=True, kw_only=True):
+    """All bytes of the rank are sent; xxh3_128 of them."""
+
+    rank: int
+    digest: bytes
+    canary: Canary | None = None
+
+
+Message = Hello | Challenge | Proof | Welcome | Refused | Offer | Have | End | Done | Shards | Share | Whole
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -116,7 +151,8 @@ _NOTHING = HEADER.pack(NOTHING, 0, 0)
 
 def proof(token: str, role: Literal["upstream", "downstream"], hello: Hello, challenge_nonce: bytes) -> bytes:
     """What only a process of this run can compute. Each role has its own, so none can be sent back."""
-    text = b"\0".join((role.encode(), hello.name.encode(), str(hello.epoch).encode(), hello.nonce, challenge_nonce))
+    fence = f"{hello.epoch}/{hello.publication}".encode()
+    text = b"\0".join((role.encode(), hello.name.encode(), fence, hello.nonce, challenge_nonce))
     return hmac.digest(token.encode(), text, hashlib.sha256)
 
 
@@ -157,6 +193,8 @@ class Frames:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._header = bytearray(HEADER.size)
+        self.on_nothing: Callable[[], None] = lambda: None
+        """Called at every sign of life."""
 
     def next(self) -> Message | Chunk:
         """A message; or a chunk, whose bytes the caller takes off the link. Signs of life are skipped.
@@ -172,6 +210,7 @@ class Frames:
                 return self._message(length)
             if kind != NOTHING or length:
                 raise ProtocolError(f"{self._link.peer} sent a frame of kind {kind} with {length} bytes")
+            self.on_nothing()
 
     def expect(self, *kinds: type) -> Message:
         """The next message, of one of these kinds. Raises ProtocolError for another, else as `next`."""

@@ -12,6 +12,8 @@ from laminar.workers.canary import Canary
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.manifest import Manifest
+from laminar.workers.relay.protocol import Begin
+from laminar.workers.relay.shards import Collection, Outgoing
 from laminar.workers.relay.versions import Versions
 from laminar.workers.transport import Link, LinkEnded
 
@@ -63,6 +65,32 @@ class ChainStore:
     def lose(self, flow: Flow, reason: str) -> None:
         """It will never be complete."""
         self._call(lambda: self._versions.lose(flow, reason))
+
+    # ---- shards
+
+    def refusal(self, publication: int) -> tuple[str, bool] | None:
+        """As `ShardTraffic.refusal`."""
+        return self._call(lambda: self._versions.shards.refusal(publication))
+
+    def join(self, wanted: Begin) -> Collection:
+        """As `Versions.join`."""
+        return self._call(lambda: self._versions.join(wanted))
+
+    def commit(self, version: Version, rank: int, canary: Canary | None, publication: int) -> None:
+        """As `Versions.commit`."""
+        self._call(lambda: self._versions.commit(version, rank, canary, publication))
+
+    def leave(self, version: Version, rank: int, reason: str, publication: int) -> None:
+        """As `SlotTable.leave`."""
+        self._call(lambda: self._versions.table.leave(version, rank, reason, publication))
+
+    def read(self, shards: Outgoing) -> None:
+        """As `Versions.read`."""
+        self._call(lambda: self._versions.read(shards))
+
+    def sent(self, shards: Outgoing, failure: str) -> None:
+        """As `Versions.sent`."""
+        self._call(lambda: self._versions.sent(shards, failure))
 
     def lose_incoming(self) -> None:
         """What was coming from upstream will not come."""

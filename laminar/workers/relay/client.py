@@ -63,14 +63,34 @@ class RelayClient:
             if self._connection is None:
                 self._connection = _Connection(self.directory, self._timeout_s)
 
-    def begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> memoryview | None:
-        """A writable view of all bytes of the version, shared by all ranks; each writes its own shards only.
+    def begin(
+        self,
+        version: Version,
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        *,
+        ranges: bytes | None = None,
+        publication: int = 0,
+        num_here: int = 0,
+        collector: Neighbour | None = None,
+    ) -> memoryview | None:
+        """A writable view of all bytes of the version, shared by the ranks of this host; each writes its own shards only.
 
-        None = superseded: the same answer goes to every rank, and the trainer goes on without waiting. The view must
-        not be written to after `commit` or `abandon`; a view of an earlier version is not erased. Raises RelayError.
+        None = superseded: the same answer goes to every rank of this host. The view must not be written to after `commit`
+        or `abandon`; a view of an earlier version is not erased. The options are as in `protocol.Begin`. Raises RelayError.
         """
         patience_s = manifest.num_bytes / PREFAULT_BYTES_PER_S
-        request = protocol.Begin(version=version, manifest=manifest, rank=rank, world_size=world_size)
+        request = protocol.Begin(
+            version=version,
+            manifest=manifest,
+            rank=rank,
+            world_size=world_size,
+            ranges=ranges,
+            publication=publication,
+            num_here=num_here,
+            collector=collector,
+        )
         with self._lock:
             file = self._ask(request, protocol.Begun, patience_s).file
             if file is None:
@@ -78,6 +98,12 @@ class RelayClient:
             view = memoryview(self._map(file, manifest.num_bytes))[: manifest.num_bytes]
             self._publications[version] = (rank, view)
             return view
+
+    def wrote(self, version: Version, num_ranges: int) -> None:
+        """The first `num_ranges` of the ranges that `begin` was given are written and may be sent on. Raises RelayError."""
+        with self._lock:
+            rank, _ = self._publications[version]
+            self._ask_here(protocol.Wrote(version=version, rank=rank, num_ranges=num_ranges), protocol.Done)
 
     def commit(self, version: Version, canary: Canary | None = None) -> None:
         """This rank's bytes are written. Returns at once; READY follows when all ranks committed and it is digested.

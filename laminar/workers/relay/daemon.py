@@ -17,7 +17,6 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -30,9 +29,8 @@ from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.protocol import RelayError
-from laminar.workers.relay.slot_files import free_bytes
 from laminar.workers.relay.slots import Slot
-from laminar.workers.relay.versions import FILL_TIMEOUT_S, Told, Versions
+from laminar.workers.relay.versions import Versions
 
 log = structlog.get_logger("laminar.relay")
 
@@ -49,23 +47,15 @@ class _Connection:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.leases: dict[int, None] = {}
-        self.writing: dict[tuple[Version, int], None] = {}
+        self.writing: dict[tuple[Version, int], int] = {}
+        """Version and rank -> publication."""
 
 
 class RelayServer:
-    """Serves the versions of `directory` (made by `paths.create`), whose removal stays with the caller; else see `Versions`."""
+    """Serves `versions`, whose directory (made by `paths.create`) stays the caller's to remove."""
 
-    def __init__(
-        self,
-        directory: Path,
-        num_slots: int,
-        on_event: Callable[[Told], None],
-        *,
-        free: Callable[[Path], int] = free_bytes,
-        fill_timeout_s: float = FILL_TIMEOUT_S,
-    ) -> None:
-        self.directory = directory
-        self.versions = Versions(directory, num_slots, on_event, free=free, fill_timeout_s=fill_timeout_s)
+    def __init__(self, versions: Versions) -> None:
+        self.directory, self.versions = versions.directory, versions
         self._table = self.versions.table
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._connections: dict[_Connection, None] = {}
@@ -108,7 +98,8 @@ class RelayServer:
 
         broken, slow = told_by(self._broken, on_broken), told_by(self._slow, on_slow)
         self._chain = Chain(place, ChainStore(self.versions), broken, slow)
-        self.versions.on_news = self._chain.wake
+        self.versions.shards.name = place.name
+        self.versions.on_news, self.versions.shards.send = self._chain.wake, self._chain.send_shards
         return self._chain.port
 
     def arrange(self, epoch: int, upstream: str | None, downstream: Neighbour | None, num_relays: int = 0) -> None:
@@ -176,8 +167,9 @@ class RelayServer:
     def _drop(self, connection: _Connection) -> None:
         for lease in connection.leases:
             self._table.release(lease)
-        for version, rank in connection.writing:
-            self._table.leave(version, rank, f"rank {rank} (pid {connection.pid}) went away before its commit")
+        for (version, rank), publication in connection.writing.items():
+            reason = f"rank {rank} (pid {connection.pid}) went away before its commit"
+            self._table.leave(version, rank, reason, publication)
 
     # ---- requests
 
@@ -185,6 +177,8 @@ class RelayServer:
         match request:
             case protocol.Begin():
                 return await self._begin(connection, request)
+            case protocol.Wrote():
+                return self._wrote(connection, request)
             case protocol.Commit():
                 return self._commit(connection, request)
             case protocol.Abandon():
@@ -200,33 +194,45 @@ class RelayServer:
                 return self._status()
 
     async def _begin(self, connection: _Connection, request: protocol.Begin) -> protocol.Begun:
-        version = request.version
-        slot = await self.versions.begin(version, request.manifest, request.rank, request.world_size)
+        slot = await self.versions.begin(request)
         if slot is None:
             return protocol.Begun(file=None)
-        connection.writing[version, request.rank] = None
+        connection.writing[request.version, request.rank] = request.publication
         try:
             await self.versions.backed(slot, request.rank)
         except RelayError:
-            connection.writing.pop((version, request.rank), None)
+            connection.writing.pop((request.version, request.rank), None)
             raise
         return protocol.Begun(file=self._file(slot))
 
+    def _wrote(self, connection: _Connection, request: protocol.Wrote) -> protocol.Done:
+        publication = self._publication(connection, request)
+        self.versions.shards.wrote(request.version, request.rank, request.num_ranges, publication)
+        return protocol.Done()
+
     def _commit(self, connection: _Connection, request: protocol.Commit) -> protocol.Done:
-        self._check_writer(connection, request.version, request.rank)
+        publication = self._publication(connection, request)
         del connection.writing[request.version, request.rank]
-        self.versions.commit(request.version, request.rank, request.canary)
+        self.versions.commit(request.version, request.rank, request.canary, publication)
         return protocol.Done()
 
     def _abandon(self, connection: _Connection, request: protocol.Abandon) -> protocol.Done:
-        self._check_writer(connection, request.version, request.rank)
+        publication = self._publication(connection, request)
         del connection.writing[request.version, request.rank]
-        self._table.leave(request.version, request.rank, f"rank {request.rank} gave up: {request.reason}")
+        reason = f"rank {request.rank} gave up: {request.reason}"
+        self._table.leave(request.version, request.rank, reason, publication)
         return protocol.Done()
 
-    def _check_writer(self, connection: _Connection, version: Version, rank: int) -> None:
-        if (version, rank) not in connection.writing:
-            raise RelayError(f"{version}: rank {rank} has not begun it on this connection, or has committed it already")
+    def _publication(
+        self, connection: _Connection, request: protocol.Wrote | protocol.Commit | protocol.Abandon
+    ) -> int:
+        """Which one the rank writes for on this connection. Raises RelayError if it does not."""
+        publication = connection.writing.get((request.version, request.rank))
+        if publication is None:
+            raise RelayError(
+                f"{request.version}: rank {request.rank} has not begun it on this connection, or has committed it already"
+            )
+        return publication
 
     async def _acquire(self, connection: _Connection, request: protocol.Acquire) -> protocol.Leased:
         if request.wait_s > 0:

@@ -37,6 +37,14 @@ class Manifest(msgspec.Struct, frozen=True):
         wide = sum(spec.num_bytes for spec in self.tensors if spec.dtype in ("float32", "int32"))
         return 4 if 2 * wide > self.num_bytes else 2
 
+    def difference(self, other: "Manifest") -> str:
+        """What is different in `other`, which is not equal."""
+        for ours, theirs in zip(self.tensors, other.tensors, strict=False):
+            if ours != theirs:
+                return f"tensor {_describe(theirs)} instead of {_describe(ours)}"
+        many, few = len(other.tensors), len(self.tensors)
+        return f"{many} tensors in {other.num_bytes} bytes instead of {few} in {self.num_bytes}"
+
     @classmethod
     def plan(cls, tensors: list[tuple[str, str, tuple[int, ...], int]]) -> "Manifest":
         """Lay out (name, dtype, shape, item size in bytes) one after another."""
@@ -48,6 +56,10 @@ class Manifest(msgspec.Struct, frozen=True):
             specs.append(TensorSpec(name, dtype, shape, offset, num_bytes))
             offset += -(-num_bytes // ALIGN) * ALIGN
         return cls(tuple(specs), offset)
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.name!r} {spec.dtype}{list(spec.shape)} at byte {spec.offset}"
 
 
 class Snapshot:

@@ -34,6 +34,22 @@ class Begin(_Struct, frozen=True, kw_only=True):
     manifest: Manifest
     rank: int
     world_size: int
+    ranges: bytes | None = None
+    """What it writes (`relay.ranges`), in this order; None = not told, and not checked."""
+    publication: int = 0
+    """Number of the controller's order; a later one of the same version replaces an earlier one. 0 = there was none."""
+    num_here: int = 0
+    """Ranks that write to this relay; 0 = all."""
+    collector: Neighbour | None = None
+    """The relay that gets the shards of all hosts; None = this one."""
+
+
+class Wrote(_Struct, frozen=True, kw_only=True):
+    """The rank has written the first `num_ranges` of its ranges: they may be sent on."""
+
+    version: Version
+    rank: int
+    num_ranges: int
 
 
 class Commit(_Struct, frozen=True, kw_only=True):
@@ -172,7 +188,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     """The same of those that held the chain up."""
 
 
-Request = Begin | Commit | Abandon | Acquire | Release | Arrange | GetStatus
+Request = Begin | Wrote | Commit | Abandon | Acquire | Release | Arrange | GetStatus
 Reply = Begun | Done | Leased | Refusal | Status
 
 _encoder = msgspec.msgpack.Encoder()

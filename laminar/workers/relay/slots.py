@@ -4,24 +4,35 @@
       ▲                 │
       └────── lost, and no live writer left
 
+A slot that only some ranks write (`is_part`: the others are on other hosts) stays FILLING when these have committed. It keeps
+their shards until the whole version comes through the chain, into the same slot, or until the slot is needed for another.
+
 Invariants:
-* A version is in one slot at most. Every rank gets the same answer for it, also one that comes late.
+* A version is in one slot at most, but for lost ones. Every rank gets the same answer for it, also one that comes late.
 * A leased slot is never written; the newest READY slot (in order of publication) is never recycled.
 * The slot of a lost version stays FILLING until no live writer can touch it and nobody reads it any more.
+* A version is complete only if its ranks, together, said that they write every byte of every tensor once.
 """
 
 import enum
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from laminar.ids import Version
 from laminar.workers.canary import Canary
-from laminar.workers.relay.manifest import ALIGN, Manifest, TensorSpec
+from laminar.workers.relay import ranges as byte_ranges
+from laminar.workers.relay.manifest import ALIGN, Manifest
 from laminar.workers.relay.protocol import RelayError
 
 WORLD_SIZE_MAX = 65536
 OUTCOMES_KEPT = 256  # versions a late rank may still ask about; ranks are at most a few versions apart
+UPSTREAM = 0
+"""The chain fills a slot as the only rank of a world of one."""
+
+
+_PUBLISHED = "{} was published already; every version is published once"
 
 
 class SlotState(enum.Enum):
@@ -42,6 +53,12 @@ class Slot(msgspec.Struct, kw_only=True):
     """Publications are numbered from 1 as their first rank begins."""
     manifest: Manifest | None = None
     world_size: int = 0
+    publication: int = 0
+    """Number of the order that its ranks follow; 0 = of none."""
+    num_here: int = 0
+    """Ranks that write to it."""
+    ranges: dict[int, bytes] = {}
+    """What each rank that told so writes."""
     writing: dict[int, None] = {}
     """Ranks that began and have neither committed nor gone."""
     committed: dict[int, None] = {}
@@ -59,46 +76,82 @@ class Slot(msgspec.Struct, kw_only=True):
         return self.manifest.num_bytes if self.manifest is not None else 0
 
     @property
+    def is_part(self) -> bool:
+        """Other ranks write to relays of other hosts."""
+        return self.num_here < self.world_size
+
+    @property
     def complete(self) -> bool:
-        """All ranks have committed."""
-        return self.state is SlotState.FILLING and len(self.committed) == self.world_size
+        """All ranks that write to it have committed."""
+        return self.state is SlotState.FILLING and len(self.committed) == self.num_here
+
+
+class Outcome(NamedTuple):
+    """What became of a version."""
+
+    publication: int
+    refusal: str | None
+    """Why `begin` is refused; None = superseded."""
+    is_final: bool
+    """It was READY: no later publication, nor the chain, brings it again."""
 
 
 class SlotTable:
     """The decisions, without I/O.
 
-    `on_lost(version, reason)` is called once for each version that is lost, `on_dropped(version)` for each READY one
-    that is recycled.
+    `on_lost(version, reason, publication)` is called once for each publication that is lost, `on_dropped(version)` for each
+    READY version that is recycled.
     """
 
     def __init__(
-        self, num_slots: int, on_lost: Callable[[Version, str], None], on_dropped: Callable[[Version], None]
+        self, num_slots: int, on_lost: Callable[[Version, str, int], None], on_dropped: Callable[[Version], None]
     ) -> None:
         self.slots = [Slot(index=index) for index in range(num_slots)]
         self._on_lost, self._on_dropped = on_lost, on_dropped
-        self._outcomes: dict[Version, str | None] = {}
-        """Versions settled so far: None = superseded, text = why `begin` is refused."""
+        self._outcomes: dict[Version, Outcome] = {}
+        """Of the versions settled so far."""
+        self.newest_publication = 0
+        """The highest number that was begun."""
         self._num_begun = 0
         self._num_leases = 0
 
     # ---- writers
 
-    def begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> Slot | None:
-        """The slot that `rank` writes to; None = superseded, for all ranks of this version. Raises RelayError."""
+    def begin(
+        self,
+        version: Version,
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        *,
+        ranges: bytes | None = None,
+        publication: int = 0,
+        num_here: int = 0,
+    ) -> Slot | None:
+        """The slot that `rank` writes to; None = superseded, for all ranks of this version. Options as in `protocol.Begin`.
+
+        Raises RelayError.
+        """
         if not 0 <= rank < world_size <= WORLD_SIZE_MAX:
             raise RelayError(f"begin of {version}: rank {rank} of {world_size} is not a rank")
-        if self.is_superseded(version):
+        self.newest_publication = max(self.newest_publication, publication)
+        if self.is_superseded(version, publication):
             return None
-        slot = self.filling(version) or self._claim(version, manifest, world_size)
+        slot = self.filling(version)
+        if slot is not None and (slot.lost or slot.publication < publication):
+            self._lose(slot, "it is published anew")
+            slot = None
+        slot = slot or self._claim(version, manifest, world_size, publication, num_here or world_size)
         if slot is None:
-            self._settle(version, None)
+            self._settle(version, publication, None)
             return None
-        self._join(slot, manifest, rank, world_size)
+        self._join(slot, manifest, rank, world_size, num_here or world_size)
+        self._declare(slot, rank, ranges)
         return slot
 
-    def commit(self, version: Version, rank: int, canary: Canary | None = None) -> Slot | None:
-        """The slot, once all ranks have committed; None before. Raises RelayError for a version that is lost."""
-        slot = self._writer(version, rank, "commit")
+    def commit(self, version: Version, rank: int, canary: Canary | None = None, publication: int = 0) -> Slot | None:
+        """The slot, once all its ranks have committed; None before. Raises RelayError for a version that is lost."""
+        slot = self._writer(version, rank, publication, "commit")
         del slot.writing[rank]
         if slot.lost:
             self._free_if_unused(slot)
@@ -109,55 +162,78 @@ class SlotTable:
         slot.canary = canary or slot.canary
         return slot if slot.complete else None
 
-    def leave(self, version: Version, rank: int, reason: str) -> None:
+    def leave(self, version: Version, rank: int, reason: str, publication: int = 0) -> None:
         """A rank that has not committed gives up or died: the version is lost. Raises RelayError for a stranger."""
-        slot = self._writer(version, rank, "abandon")
+        slot = self._writer(version, rank, publication, "abandon")
         del slot.writing[rank]
-        self.lose(version, reason)
+        self._lose(slot, reason)
         self._free_if_unused(slot)
 
-    def lose(self, version: Version, reason: str) -> None:
-        """A version that fills will never be READY. Its slot is FREE as soon as no live writer is left."""
+    def lose(self, version: Version, reason: str, publication: int | None = None) -> None:
+        """A version that fills (None = whoever publishes it) will never be READY. Its slot is FREE once no live writer is left."""
         slot = self.filling(version)
-        if slot is None or slot.lost:
+        if slot is not None and publication in (None, slot.publication):
+            self._lose(slot, reason)
+
+    def _lose(self, slot: Slot, reason: str) -> None:
+        if slot.lost:
             return
+        assert slot.version is not None
         slot.lost = reason
-        self._settle(version, f"{version} is lost ({reason})")
+        version, publication = slot.version, slot.publication
+        self._settle(version, publication, f"{version} is lost ({reason})")
         self._free_if_unused(slot)
-        self._on_lost(version, reason)
+        self._on_lost(version, reason, publication)
 
-    def drop(self, version: Version, rank: int) -> None:
-        """The only writer leaves, and nobody is told: the version may begin again."""
-        slot = self._writer(version, rank, "drop")
-        del slot.writing[rank]
-        slot.lost = "dropped"
-        self.forget(version)
-        self._free_if_unused(slot)
-
-    def forget(self, version: Version) -> None:
-        """It may begin again, also if it was superseded."""
-        self._outcomes.pop(version, None)
-
-    def refuse(self, version: Version, reason: str) -> None:
-        """All ranks of a version that has no slot are to get this error."""
-        self._settle(version, reason)
+    def refuse(self, version: Version, reason: str, publication: int = 0) -> None:
+        """All ranks of a publication that has no slot are to get this error."""
+        self._settle(version, publication, reason)
 
     def finish(self, version: Version, digest: str, blocks: bytes) -> Slot:
         """A complete version becomes READY."""
         slot = self.filling(version)
         assert slot is not None
-        assert slot.complete, f"{version} finished with ranks {list(slot.committed)} of {slot.world_size}"
+        assert slot.complete, f"{version} finished with ranks {list(slot.committed)} of {slot.num_here}"
+        assert not slot.is_part, f"{version} finished with the shards of one host"
         slot.state, slot.digest, slot.blocks = SlotState.READY, digest, blocks
+        self._settle(version, slot.publication, _PUBLISHED.format(version), is_final=True)
         return slot
 
-    def is_superseded(self, version: Version) -> bool:
+    def is_superseded(self, version: Version, publication: int = 0) -> bool:
         """True if all ranks are to skip it; False if it may begin. Raises RelayError if it is settled otherwise."""
-        if version not in self._outcomes:
+        outcome = self._outcomes.get(version)
+        if outcome is None or (outcome.publication < publication and not outcome.is_final):
             return False
-        outcome = self._outcomes[version]
-        if outcome is not None:
-            raise RelayError(f"begin of {version}: {outcome}")
+        if outcome.refusal is not None:
+            raise RelayError(f"begin of {version}: {outcome.refusal}")
         return True
+
+    # ---- the chain
+
+    def receive(self, version: Version, manifest: Manifest) -> Slot | None:
+        """The slot for what comes from upstream; shards of it that are here become part of it.
+
+        None: there is no place, it was here and went, or ranks of this host write it.
+        """
+        outcome, slot = self._outcomes.get(version), self.filling(version)
+        if outcome is not None and outcome.is_final:
+            return None
+        if slot is None or slot.lost:
+            slot = self._claim(version, manifest, 1, 0, 1)
+        elif not (slot.is_part and slot.complete) or slot.leases or slot.manifest != manifest:
+            return None
+        if slot is not None:
+            slot.world_size = slot.num_here = 1
+            slot.publication, slot.committed, slot.writing = 0, {}, {UPSTREAM: None}
+        return slot
+
+    def drop(self, version: Version) -> None:
+        """What came from upstream is given up, and nobody is told: it may come again."""
+        slot = self._writer(version, UPSTREAM, 0, "drop")
+        del slot.writing[UPSTREAM]
+        slot.lost = "dropped"
+        self._outcomes.pop(version, None)
+        self._free_if_unused(slot)
 
     def is_settled(self, version: Version) -> bool:
         """Superseded, lost, refused or recycled: it will not become READY (again)."""
@@ -201,8 +277,9 @@ class SlotTable:
         return next((slot for slot in self._in_state(SlotState.READY) if slot.version == version), None)
 
     def filling(self, version: Version) -> Slot | None:
-        """The FILLING slot with this version, lost or not."""
-        return next((slot for slot in self._in_state(SlotState.FILLING) if slot.version == version), None)
+        """The FILLING slot with this version; a lost one only if there is no other."""
+        found = [slot for slot in self._in_state(SlotState.FILLING) if slot.version == version]
+        return min(found, key=lambda slot: bool(slot.lost), default=None)
 
     def describe(self) -> str:
         """What is here, for error messages."""
@@ -216,40 +293,62 @@ class SlotTable:
 
     # ---- transitions
 
-    def _claim(self, version: Version, manifest: Manifest, world_size: int) -> Slot | None:
+    def _claim(
+        self, version: Version, manifest: Manifest, world_size: int, publication: int, num_here: int
+    ) -> Slot | None:
         slot = next(iter(self._in_state(SlotState.FREE)), None) or self._recyclable()
         if slot is None:
             return None
-        if slot.version is not None:
+        if slot.version is not None and slot.state is SlotState.READY:
             self._on_dropped(slot.version)
+        elif slot.version is not None:
+            self._outcomes.pop(slot.version, None)  # the chain may still bring it
         self._num_begun += 1
         slot = self._reset(slot)
         slot.state, slot.version, slot.order = SlotState.FILLING, version, self._num_begun
         slot.manifest, slot.world_size = manifest, world_size
+        slot.publication, slot.num_here = publication, num_here
         return slot
 
     def _recyclable(self) -> Slot | None:
+        """The oldest READY slot that is not needed; else shards of this host that have been sent on."""
         newest = self.newest
         idle = [slot for slot in self._in_state(SlotState.READY) if not slot.leases and slot is not newest]
-        return min(idle, key=lambda slot: slot.order, default=None)
+        kept = [s for s in self._in_state(SlotState.FILLING) if s.is_part and s.complete and not (s.leases or s.lost)]
+        return min(idle or kept, key=lambda slot: slot.order, default=None)
 
-    def _join(self, slot: Slot, manifest: Manifest, rank: int, world_size: int) -> None:
+    def _join(self, slot: Slot, manifest: Manifest, rank: int, world_size: int, num_here: int) -> None:
         assert slot.version is not None
         if rank in slot.writing or rank in slot.committed:
             raise RelayError(f"begin of {slot.version}: rank {rank} has begun it already")
-        difference = _difference(slot, manifest, world_size)
+        difference = _difference(slot, manifest, world_size, num_here)
         if difference:
-            self.lose(slot.version, f"rank {rank} disagrees: {difference}")
+            self._lose(slot, f"rank {rank} disagrees: {difference}")
             raise RelayError(f"begin of {slot.version} by rank {rank}: {difference}; all ranks must publish one layout")
         slot.writing[rank] = None
-        if len(slot.writing) + len(slot.committed) == world_size:
-            self._settle(slot.version, f"{slot.version} was published already; every version is published once")
+        if len(slot.writing) + len(slot.committed) == slot.num_here:
+            self._settle(slot.version, slot.publication, _PUBLISHED.format(slot.version))
 
-    def _writer(self, version: Version, rank: int, what: str) -> Slot:
-        slot = self.filling(version)
-        if slot is None or rank not in slot.writing:
-            raise RelayError(f"{what} of {version}: rank {rank} has not begun it, or has committed it already")
-        return slot
+    def _declare(self, slot: Slot, rank: int, ranges: bytes | None) -> None:
+        """Note what the rank writes; once all of the world have told, it has to be every byte of every tensor, once."""
+        if ranges is None or slot.manifest is None:
+            return
+        slot.ranges[rank] = ranges
+        try:
+            byte_ranges.check_rank(slot.manifest, rank, ranges)
+            if len(slot.ranges) == slot.world_size:
+                byte_ranges.check_world(slot.manifest, slot.ranges)
+        except RelayError as error:
+            del slot.writing[rank]
+            self._lose(slot, str(error))
+            self._free_if_unused(slot)
+            raise RelayError(f"begin of {slot.version}: {error}") from error
+
+    def _writer(self, version: Version, rank: int, publication: int, what: str) -> Slot:
+        for slot in self._in_state(SlotState.FILLING):
+            if (slot.version, slot.publication) == (version, publication) and rank in slot.writing:
+                return slot
+        raise RelayError(f"{what} of {version}: rank {rank} has not begun it, or has committed it already")
 
     def _free_if_unused(self, slot: Slot) -> None:
         if slot.lost and not slot.writing and not slot.leases:
@@ -261,9 +360,9 @@ class SlotTable:
         self.slots[slot.index] = Slot(index=slot.index)
         return self.slots[slot.index]
 
-    def _settle(self, version: Version, outcome: str | None) -> None:
+    def _settle(self, version: Version, publication: int, refusal: str | None, *, is_final: bool = False) -> None:
         self._outcomes.pop(version, None)
-        self._outcomes[version] = outcome
+        self._outcomes[version] = Outcome(publication, refusal, is_final)
         while len(self._outcomes) > OUTCOMES_KEPT:
             del self._outcomes[next(iter(self._outcomes))]
 
@@ -282,18 +381,12 @@ def check_manifest(manifest: Manifest) -> None:
         raise RelayError(f"manifest: the range has {manifest.num_bytes} bytes, its tensors need {max(end, 1)}")
 
 
-def _difference(slot: Slot, manifest: Manifest, world_size: int) -> str:
+def _difference(slot: Slot, manifest: Manifest, world_size: int, num_here: int) -> str:
     """How a rank's view differs from that of the first rank; empty if it does not."""
     if world_size != slot.world_size:
         return f"world size {world_size} instead of {slot.world_size}"
+    if num_here != slot.num_here:
+        return f"{num_here} ranks on this host instead of {slot.num_here}"
     if slot.manifest is None or manifest == slot.manifest:
         return ""
-    ours, theirs = slot.manifest.tensors, manifest.tensors
-    for first, other in zip(ours, theirs, strict=False):
-        if first != other:
-            return f"tensor {_describe(other)} instead of {_describe(first)}"
-    return f"{len(theirs)} tensors in {manifest.num_bytes} bytes instead of {len(ours)} in {slot.manifest.num_bytes}"
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name!r} {spec.dtype}{list(spec.shape)} at byte {spec.offset}"
+    return slot.manifest.difference(manifest)

@@ -1,10 +1,13 @@
 """The versions of one relay: slots, the files behind them, and what becomes of a version from its first byte to READY or lost.
 
 Lives on the event loop; slow work (allocation, first touch of pages, digests) goes on in two threads. Ranks of this host fill
-versions through the daemon's socket, the neighbour upstream through the chain.
+versions through the daemon's socket, ranks of other hosts through links from their relays, the neighbour upstream through the
+chain. When only some of the ranks are here, and another relay collects the version, their shards are sent there and kept here
+until the whole version comes through the chain.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,17 +21,21 @@ from laminar.workers.canary import Canary
 from laminar.workers.relay.digest import combine
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.manifest import Manifest
-from laminar.workers.relay.protocol import RelayError
+from laminar.workers.relay.protocol import Begin, RelayError
+from laminar.workers.relay.shard_traffic import ShardTraffic
+from laminar.workers.relay.shards import Collection, Outgoing
 from laminar.workers.relay.slot_files import SlotFiles, free_bytes
-from laminar.workers.relay.slots import Slot, SlotTable, check_manifest
+from laminar.workers.relay.slots import UPSTREAM, Slot, SlotTable, check_manifest
 
 log = structlog.get_logger("laminar.relay")
 
 FILL_TIMEOUT_S = 600.0  # a rank that has not committed after this hangs; the version is lost, the run goes on
+OTHERS_TIMEOUT_S = (
+    30.0  # all ranks begin before one commits: what has not been heard of by then is of a host that is gone
+)
+READ_TIMEOUT_S = 5.0  # what the chain brings, the other relay has: its sender here has only to say that it has ended
 
 Told = VersionReady | VersionHeld | VersionLost | VersionDropped
-UPSTREAM = 0
-"""The chain fills a slot as the only rank of a world of one."""
 
 
 class Versions:
@@ -46,6 +53,7 @@ class Versions:
     ) -> None:
         self.directory, self.num_slots = directory, num_slots
         self.table = SlotTable(num_slots, self._report_lost, self._report_dropped)
+        self.shards = ShardTraffic(self.table)
         self.files: SlotFiles | None = None
         self.on_news: Callable[[], None] = lambda: None
         """Called when there is a version that there was not: READY, or digested."""
@@ -80,6 +88,7 @@ class Versions:
             self.files.stop.set()
         for deadline in self._deadlines.values():
             deadline.cancel()
+        self.shards.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -91,23 +100,41 @@ class Versions:
 
     # ---- filling
 
-    async def begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> Slot | None:
+    async def begin(self, wanted: Begin) -> Slot | None:
         """The slot that this rank writes to; call `backed` before it does. None = superseded. Raises RelayError."""
-        slot = await self._begin(version, manifest, rank, world_size)
-        if slot is not None and len(slot.writing) + len(slot.committed) == 1:
-            loop = asyncio.get_running_loop()
-            self._deadlines[version] = loop.call_later(self._fill_timeout_s, self._expire, version)
+        await self._make_fit(wanted.version, wanted.manifest, wanted.publication)
+        slot = self._join(wanted, self.shards.num_here(wanted))
+        if slot is not None and slot.is_part:
+            try:
+                self.shards.follow(slot, wanted, self._view)
+            except RelayError as error:
+                self.table.leave(wanted.version, wanted.rank, str(error), wanted.publication)
+                raise
         return slot
 
-    async def _begin(self, version: Version, manifest: Manifest, rank: int, world_size: int) -> Slot | None:
+    def _join(self, wanted: Begin, num_here: int) -> Slot | None:
+        slot = self.table.begin(
+            wanted.version,
+            wanted.manifest,
+            wanted.rank,
+            wanted.world_size,
+            ranges=wanted.ranges,
+            publication=wanted.publication,
+            num_here=num_here,
+        )
+        if slot is not None:
+            self._watch(slot)
+        return slot
+
+    async def _make_fit(self, version: Version, manifest: Manifest, publication: int = 0) -> None:
+        """Slots are there, and the version fits in one. Raises RelayError."""
         check_manifest(manifest)
-        files = await self._allocated(version, manifest.num_bytes)
+        files = await self._allocated(version, manifest.num_bytes, publication)
         if manifest.num_bytes > files.capacity_bytes:
             raise RelayError(
                 f"begin of {version}: {manifest.num_bytes} bytes do not fit in slots of {files.capacity_bytes} bytes, "
                 f"which were made for the first version; restart the run to change the model's size"
             )
-        return self.table.begin(version, manifest, rank, world_size)
 
     async def backed(self, slot: Slot, rank: int) -> None:
         """Wait until the slot's pages are there; if they cannot be had, the version is lost and RelayError raised."""
@@ -117,14 +144,20 @@ class Versions:
             await asyncio.shield(self._prefaulted[slot.index])
         except OSError as error:
             reason = f"the pages of slot {slot.index} cannot be backed: {error}; free memory on this host"
-            self.table.leave(version, rank, reason)
+            self.table.leave(version, rank, reason, slot.publication)
             raise RelayError(f"begin of {version}: {reason}") from error
 
-    def commit(self, version: Version, rank: int, canary: Canary | None) -> None:
+    def commit(self, version: Version, rank: int, canary: Canary | None, publication: int = 0) -> None:
         """The rank has written all its bytes; READY follows when all have. Raises RelayError."""
-        complete = self.table.commit(version, rank, canary)
-        if complete is not None:
-            self._start(self._digest(complete), f"digest of {version}")
+        complete = self.table.commit(version, rank, canary, publication)
+        self.shards.commit(version, rank, canary, publication)
+        slot = complete or self.table.filling(version)
+        if slot is not None and not slot.complete:
+            self._watch(slot)
+        elif slot is not None and slot.is_part:
+            self._cancel_deadline(version)  # its sender has deadlines of its own
+        elif slot is not None:
+            self._start(self._digest(slot), f"digest of {version}")
 
     async def _digest(self, slot: Slot) -> None:
         """Digest what ranks wrote, then let readers in. Downstream it goes at once: its digest comes after its bytes."""
@@ -148,21 +181,59 @@ class Versions:
 
     def _ready(self, version: Version, digest: str, blocks: bytes) -> None:
         self._cancel_deadline(version)
-        self.table.finish(version, digest, blocks)
+        slot = self.table.finish(version, digest, blocks)
+        self.shards.end(version, slot.publication, ready=True)
         self._wake()
         self.on_news()
 
-    def _expire(self, version: Version) -> None:
-        """A publication that is not READY in time is lost, so that a hung rank cannot keep a slot in silence."""
+    def _watch(self, slot: Slot) -> None:
+        """A publication that makes no progress is lost, so that a rank that hangs or never comes cannot keep a slot in silence."""
+        assert slot.version is not None
+        self._cancel_deadline(slot.version)
+        waits_for_others = slot.publication and slot.committed and not slot.writing
+        timeout_s = min(OTHERS_TIMEOUT_S, self._fill_timeout_s) if waits_for_others else self._fill_timeout_s
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._expire, slot.version, timeout_s)
+        self._deadlines[slot.version] = deadline
+
+    def _expire(self, version: Version, timeout_s: float) -> None:
         slot = self.table.filling(version)
         if slot is not None:
-            missing = [rank for rank in range(slot.world_size) if rank not in slot.committed]
-            self.table.lose(version, f"ranks {missing} did not commit within {self._fill_timeout_s:g} s")
+            expected = list(slot.writing) if slot.is_part else range(slot.world_size)
+            missing = [rank for rank in expected if rank not in slot.committed]
+            self.table.lose(version, f"ranks {missing} did not commit within {timeout_s:g} s")
 
     def _cancel_deadline(self, version: Version) -> None:
         deadline = self._deadlines.pop(version, None)
         if deadline is not None:
             deadline.cancel()
+
+    # ---- shards of several hosts
+
+    def join(self, wanted: Begin) -> Collection:
+        """A rank of another host is to write to a version that is collected here. Raises RelayError."""
+        if refused := self.shards.refusal(wanted.publication):
+            raise RelayError(refused[0])
+        slot = self._join(wanted, wanted.world_size)
+        assert slot is not None
+        return self.shards.collection(slot, self._writable)
+
+    def read(self, shards: Outgoing) -> None:
+        """As `ShardTraffic.read`."""
+        self.shards.read(shards)
+        self._wake()
+
+    def sent(self, shards: Outgoing, failure: str) -> None:
+        """As `ShardTraffic.sent`."""
+        self.shards.sent(shards, failure)
+        self._wake()
+
+    def _view(self, slot: Slot) -> memoryview:
+        assert self.files is not None
+        return self.files.view(slot.index, slot.num_bytes)
+
+    def _writable(self, slot: Slot) -> memoryview:
+        assert self.files is not None
+        return self.files.writable(slot.index, slot.num_bytes)
 
     # ---- the chain
 
@@ -176,9 +247,10 @@ class Versions:
         if self._incoming is not None:
             self.lose(self._incoming, f"upstream went on with {version}")
         try:
-            slot = await self._begin(version, manifest, UPSTREAM, 1)
+            await self._make_fit(version, manifest)
+            await self._until(lambda: not self.shards.is_leaving(version), READ_TIMEOUT_S)
+            slot = self.table.receive(version, manifest)
             if slot is None:
-                self.table.forget(version)
                 return None
             await self.backed(slot, UPSTREAM)
         except RelayError as error:
@@ -207,7 +279,7 @@ class Versions:
         self._incoming = None
         log.info("relay_flow_lost", version=str(flow.version), received=flow.received, reason=reason)
         flow.lose()
-        self.table.drop(flow.version, UPSTREAM)
+        self.table.drop(flow.version)
 
     def lose_incoming(self) -> None:
         """This relay is the master now: nobody sends the rest of what was coming."""
@@ -246,27 +318,29 @@ class Versions:
                 return self.table.newest is not None
             return self.table.ready(version) is not None or self.table.is_settled(version)
 
-        try:
-            async with asyncio.timeout(wait_s):
-                while not decided():
+        await self._until(decided, wait_s)  # if it is not, the lease that follows says what is here instead
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """At most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
                     await self._changed.wait()
-        except TimeoutError:
-            pass  # the lease that follows says what is here instead
 
     # ---- memory
 
-    async def _allocated(self, version: Version, num_bytes: int) -> SlotFiles:
+    async def _allocated(self, version: Version, num_bytes: int, publication: int) -> SlotFiles:
         """The slot files, made now if this is the first manifest. Raises RelayError, the same to every rank."""
         async with self._allocating:
             if self.files is not None:
                 return self.files
-            self.table.is_superseded(version)
+            self.table.is_superseded(version, publication)
             files = SlotFiles(self.directory, self.num_slots, num_bytes)
             loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(self._threads, files.allocate, self._free)
             except RelayError as error:
-                self.table.refuse(version, str(error))
+                self.table.refuse(version, str(error), publication)
                 raise
             self._prefaulted = [loop.create_future() for _ in range(self.num_slots)]
             self.files = files
@@ -285,10 +359,11 @@ class Versions:
 
     # ---- reports and tasks
 
-    def _report_lost(self, version: Version, reason: str) -> None:
+    def _report_lost(self, version: Version, reason: str, publication: int) -> None:
         self._cancel_deadline(version)
+        self.shards.end(version, publication, ready=False)
         self._wake()
-        self._on_event(VersionLost(version=version, reason=reason))
+        self._on_event(VersionLost(version=version, reason=reason, publication=publication))
 
     def _report_dropped(self, version: Version) -> None:
         self._on_event(VersionDropped(version=version))

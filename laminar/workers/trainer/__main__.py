@@ -137,11 +137,20 @@ class Commands:
         self._answer(wire.StepDone(step=command.step, attempt=command.attempt, metrics=metrics))
 
     def _publish(self, command: wire.Publish) -> None:
-        publication = self._trainer.publish(command.version, self._relay)
-        if publication.failure is None:
-            self._answer(wire.ShardsWritten(version=command.version, stall_s=publication.stall_s))
-        else:
-            self._answer(wire.PublishFailed(version=command.version, reason=publication.failure))
+        done = self._trainer.publish(command, self._relay)
+        if done.failure is not None:
+            failed = wire.PublishFailed(version=command.version, reason=done.failure, publication=command.publication)
+            self._answer(failed)
+            return
+        written = wire.ShardsWritten(
+            version=command.version,
+            publication=command.publication,
+            stall_s=done.stall_s,
+            cast_s=done.cast_s,
+            device_copy_s=done.device_copy_s,
+            host_copy_s=done.host_copy_s,
+        )
+        self._answer(written)
 
     def _save(self, command: wire.SaveCheckpoint) -> None:
         try:

@@ -27,7 +27,7 @@ from laminar.workers.trainer.model import (
     shard_model,
 )
 from laminar.workers.trainer.optimizer import Optimizer
-from laminar.workers.trainer.publish import Publication, plan_manifest, publish, published_dtype
+from laminar.workers.trainer.publish import Publication, Publisher, plan_manifest, published_dtype
 from laminar.workers.trainer.step import StepRunner
 
 
@@ -65,7 +65,8 @@ class Trainer:
             self.policy.check_packing(dtype, 'task.on_rewrite = "refuse"')
         self.parameters = local_parameters(self.model)
         self.optimizer = Optimizer(self.parameters, config.trainer)
-        self.manifest = plan_manifest(self.parameters, published_dtype(config.relay.dtype, device))
+        manifest = plan_manifest(self.parameters, published_dtype(config.relay.dtype, device))
+        self._publisher = Publisher(self.parameters, manifest)
         self._runner = StepRunner(
             config, self.policy, self.optimizer, rank=self.rank, world_size=self.world_size, device=device
         )
@@ -81,10 +82,10 @@ class Trainer:
         self.step_done, self.version = number, None
         return metrics
 
-    def publish(self, version: Version, client: RelayClient) -> Publication:
-        """Write the current weights to the relay as `version`."""
-        publication = publish(self.parameters, self.manifest, client, version, self._canary)
-        self.version = version
+    def publish(self, order: wire.Publish, client: RelayClient) -> Publication:
+        """Write the current weights to the relay of this host, as the version that is ordered."""
+        publication = self._publisher.publish(order, client, self._canary)
+        self.version = order.version
         return publication
 
     def _canary(self) -> Canary | None:

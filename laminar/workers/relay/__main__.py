@@ -202,8 +202,8 @@ def _log_slow(peer: str, epoch: int) -> None:
 
 
 def _log_event(event: Told) -> None:
-    reason = event.reason if isinstance(event, VersionLost) else ""
-    log.info("relay_event", event_kind=type(event).__name__, version=str(event.version), reason=reason)
+    why = {"reason": event.reason} if isinstance(event, VersionLost) else {}
+    log.info("relay_event", event_kind=type(event).__name__, version=str(event.version), **why)
 
 
 if __name__ == "__main__":

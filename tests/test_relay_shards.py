@@ -71,7 +71,7 @@ def publish(ranks: list[Rank], version: Version, num_bytes: int, collector: Neig
 @contextlib.contextmanager
 def trainer(num_relays: int = 3, num_ranks: int = 2, **options: float) -> Iterator[tuple[list[Relay], list[Rank]]]:
     """A chain whose first relays have a rank each."""
-    with chain(num_relays, **options) as relays:
+    with chain(num_relays, **({"progress_timeout_s": 10.0} | options)) as relays:
         ranks = [Rank(number, num_ranks, relays[number]) for number in range(num_ranks)]
         try:
             yield relays, ranks
@@ -203,7 +203,7 @@ def test_a_relay_that_dies_before_its_shards_are_sent_costs_the_version_and_the_
 
 
 def test_a_relay_that_stands_still_costs_the_version_and_what_it_does_later_reaches_no_slot():
-    with trainer(progress_timeout_s=0.5) as (relays, ranks):
+    with trainer(progress_timeout_s=2.0) as (relays, ranks):
         for rank in ranks:
             rank.begin(V1, LARGE, relays[0].neighbour)
         ranks[0].write()
@@ -222,7 +222,7 @@ def test_a_relay_that_stands_still_costs_the_version_and_what_it_does_later_reac
 
 
 def test_a_collecting_relay_that_stands_still_costs_the_version_in_bounded_time():
-    with trainer(progress_timeout_s=0.5) as (relays, ranks):
+    with trainer(progress_timeout_s=2.0) as (relays, ranks):
         for rank in ranks:
             rank.begin(V1, LARGE, relays[0].neighbour)
         collector = relays[0].neighbour

@@ -20,7 +20,7 @@ from laminar.workers.link import LinkRefused, Orphaned, ThreadLink
 from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.trainer.checkpoint import CheckpointError
-from laminar.workers.trainer.collective import local_device, process_group
+from laminar.workers.trainer.collective import local_device, process_group, use_own_interface
 from laminar.workers.trainer.trainer import Trainer
 
 CONNECT_TIMEOUT_S = 120.0  # a controller that launched us answers at once; a restarting one within its orphan timeout
@@ -80,6 +80,7 @@ def _work(link: ThreadLink, welcome: wire.Welcome, resume: Path | None) -> None:
     """Build the trainer, report, and obey until Stop."""
     config = msgspec.msgpack.decode(welcome.config, type=Config)
     device = local_device()
+    use_own_interface(os.environ.get(wire.HOST_VARIABLE, ""), int(os.environ.get("GROUP_WORLD_SIZE", "1")))
     with process_group(device):
         trainer = Trainer(config, device=device)
         data_state = trainer.restore(resume) if resume else b""

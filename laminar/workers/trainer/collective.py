@@ -1,10 +1,13 @@
 """The few collectives that the trainer itself needs, over whatever process group torchrun set up."""
 
+import ipaddress
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +24,30 @@ def local_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def use_own_interface(host: str, num_nodes: int) -> None:
+    """Between several nodes gloo and NCCL use the interface that has this host's address in the hosts file, unless told another.
+
+    By itself gloo takes the address that the host's own name stands for, which is a loopback one on many systems.
+    """
+    name = interface_of(host) if num_nodes > 1 and host else None
+    if name is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def interface_of(host: str) -> str | None:
+    """The interface of this machine that has the host's address; None for a loopback address or one that it does not have."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = [info[4][0] for info in found if not ipaddress.ip_address(info[4][0]).is_loopback]
+    for name, own in psutil.net_if_addrs().items():
+        if any(address.address in addresses for address in own):
+            return name
+    return None
 
 
 @contextmanager

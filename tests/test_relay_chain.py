@@ -19,7 +19,7 @@ from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import paths, protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.client import RelayError
-from laminar.workers.relay.digest import digest
+from laminar.workers.relay.digest import digest, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES
 from laminar.workers.transport import Link, LinkEnded, make_transport
 
@@ -220,8 +220,10 @@ def test_a_relay_that_cannot_take_part_says_why_and_leaves_nothing(address: str,
 class Upstream:
     """Plays the neighbour upstream of a relay, by the book until a test departs from it."""
 
-    def __init__(self, relay: Relay, epoch: int) -> None:
-        relay.client.arrange(epoch, "upstream", None)
+    def __init__(self, relay: Relay, epoch: int, last: Relay | None = None) -> None:
+        if last is not None:
+            last.client.arrange(epoch, relay.name, None)
+        relay.client.arrange(epoch, "upstream", last.neighbour if last is not None else None)
         self.link = make_transport("tcp", LIMIT_S).connect("127.0.0.1", relay.neighbour.port, LIMIT_S)
         self.frames = frames.Frames(self.link)
         hello = frames.Hello(name="upstream", epoch=epoch, nonce=bytes(frames.NONCE_BYTES))
@@ -272,12 +274,12 @@ def test_bytes_that_are_not_due_end_the_link_and_the_next_one_goes_on_from_those
         assert upstream.offer(version, SMALL) == 0
         with contextlib.suppress(LinkEnded):  # it may have hung up before all of them are sent
             for start, stop in parts:
-                frames.send_bytes(upstream.link, start, data[start:stop])
+                frames.send_bytes(upstream.link, start, data[start:stop], digest_blocks(data[start:stop]))
         relay.until(lambda status: status.chain_broken == ["2: upstream"])
         upstream.link.close()
         upstream = Upstream(relay, 3)
         assert upstream.offer(version, SMALL) == kept
-        frames.send_bytes(upstream.link, kept, data[kept:SMALL])
+        frames.send_bytes(upstream.link, kept, data[kept:SMALL], digest_blocks(data[kept:SMALL]))
         assert upstream.end(version, expected)
         assert relay.bytes_of(version, SMALL) == bytes(data[:SMALL])
         upstream.link.close()
@@ -290,9 +292,29 @@ def test_bytes_that_do_not_have_the_digest_are_dropped_and_may_come_again() -> N
         upstream = Upstream(relay, 2)
         for found in ("0" * 32, digest(data)):
             assert upstream.offer(version, SMALL) == 0
-            frames.send_bytes(upstream.link, 0, data)
+            frames.send_bytes(upstream.link, 0, data, digest_blocks(data))
             assert upstream.end(version, found) == (found == digest(data))
         assert relay.holds(version, SMALL)
+        upstream.link.close()
+
+
+def test_a_block_that_does_not_have_its_digest_is_not_taken_and_not_forwarded() -> None:
+    version = Version(1, 0)
+    data = memoryview(content(version, SMALL))
+    wrong = bytearray(data)
+    wrong[MIB + 5] ^= 1
+    with chain(2) as (relay, last):
+        upstream = Upstream(relay, 2, last)
+        assert upstream.offer(version, SMALL) == 0
+        with contextlib.suppress(LinkEnded):
+            frames.send_bytes(upstream.link, 0, memoryview(wrong), digest_blocks(data))
+        relay.until(lambda status: "2: upstream" in status.chain_broken)
+        upstream.link.close()
+        upstream = Upstream(relay, 3, last)
+        assert upstream.offer(version, SMALL) == MIB
+        frames.send_bytes(upstream.link, MIB, data[MIB:], digest_blocks(data[MIB:]))
+        assert upstream.end(version, digest(data))
+        assert last.holds(version, SMALL)
         upstream.link.close()
 
 

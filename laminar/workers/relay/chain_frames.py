@@ -7,7 +7,7 @@
             ◄────────────────────────── Welcome | Refused ──
             ── Offer{version, manifest} ─────────────────►
             ◄──────────────────────── Have{offset, base} ──      from where on it lacks bytes
-            ── bytes, a delta to the base, bytes, … ─────►      each forwarded as it arrives
+            ── bytes, a delta to the base, bytes, … ─────►      each after its blocks' digests, and forwarded as it arrives
             ── End{digest} ──────────────────────────────►
             ◄────────────────────────────────── Done{…} ──
     both    ── nothing ──                                       whenever they have nothing else to say
@@ -35,14 +35,16 @@ import msgspec
 from laminar.errors import ProtocolError
 from laminar.ids import Version
 from laminar.workers.canary import Canary
+from laminar.workers.relay.digest import DIGEST_BYTES
 from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest
 from laminar.workers.transport import Link
 
 HEADER = struct.Struct("<BQQ")
 """Kind, length of the body, offset in the version."""
-NOTHING, MESSAGE, BYTES, DELTA = 0, 1, 2, 3
+NOTHING, MESSAGE, BYTES, DELTA, DIGESTS = 0, 1, 2, 3, 4
 MESSAGE_BYTES_MAX = 64 << 20  # a manifest of a million tensors
 CHUNK_BYTES_MAX = 1 << 30
+DIGESTS_BYTES_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES * DIGEST_BYTES
 NONCE_BYTES = 16
 SIGN_OF_LIFE_S = 0.1  # a fifth of the default progress deadline
 
@@ -167,14 +169,18 @@ def send(link: Link, message: Message) -> None:
     link.send(HEADER.pack(MESSAGE, len(body), 0) + body)
 
 
-def send_bytes(link: Link, offset: int, part: memoryview) -> None:
-    """Bytes of the version that was offered last, from `offset` on."""
-    link.send(HEADER.pack(BYTES, part.nbytes, offset), part)
+def send_bytes(link: Link, offset: int, part: memoryview, digests: bytes = b"") -> None:
+    """Bytes of the version that was offered last, from `offset` on. `digests`: of the blocks that they are, in the chain."""
+    link.send(_digests(digests) + HEADER.pack(BYTES, part.nbytes, offset), part)
 
 
-def send_delta(link: Link, offset: int, delta: bytes) -> None:
+def send_delta(link: Link, offset: int, delta: bytes, digests: bytes) -> None:
     """The same as a delta (`relay.delta`) to the base that the receiver named."""
-    link.send(HEADER.pack(DELTA, len(delta), offset), delta)
+    link.send(_digests(digests) + HEADER.pack(DELTA, len(delta), offset), delta)
+
+
+def _digests(digests: bytes) -> bytes:
+    return HEADER.pack(DIGESTS, len(digests), 0) + digests if digests else b""
 
 
 class Chunk(NamedTuple):
@@ -185,6 +191,8 @@ class Chunk(NamedTuple):
     length: int
     """On the wire."""
     is_delta: bool
+    digests: bytes
+    """Of its blocks, as upstream computed them; what does not have them is not taken, and so not forwarded either."""
 
 
 class Frames:
@@ -195,6 +203,8 @@ class Frames:
         self._header = bytearray(HEADER.size)
         self.on_nothing: Callable[[], None] = lambda: None
         """Called at every sign of life."""
+        self._digests = b""
+        """For the next chunk."""
 
     def next(self) -> Message | Chunk:
         """A message; or a chunk, whose bytes the caller takes off the link. Signs of life are skipped.
@@ -205,7 +215,11 @@ class Frames:
             self._link.receive_into(memoryview(self._header))
             kind, length, offset = HEADER.unpack(self._header)
             if kind in (BYTES, DELTA) and 0 < length <= CHUNK_BYTES_MAX:
-                return Chunk(offset, length, kind == DELTA)
+                digests, self._digests = self._digests, b""
+                return Chunk(offset, length, kind == DELTA, digests)
+            if kind == DIGESTS and 0 < length <= DIGESTS_BYTES_MAX:
+                self._digests = bytes(self._body(length))
+                continue
             if kind == MESSAGE and 0 < length <= MESSAGE_BYTES_MAX:
                 return self._message(length)
             if kind != NOTHING or length:
@@ -222,12 +236,15 @@ class Frames:
         return message
 
     def _message(self, length: int) -> Message:
-        body = bytearray(length)
-        self._link.receive_into(memoryview(body))
         try:
-            return _decoder.decode(body)
+            return _decoder.decode(self._body(length))
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"{self._link.peer} sent a malformed message of {length} bytes: {error}") from error
+
+    def _body(self, length: int) -> bytearray:
+        body = bytearray(length)
+        self._link.receive_into(memoryview(body))
+        return body
 
 
 def whole_blocks(num_bytes: int) -> int:

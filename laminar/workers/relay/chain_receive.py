@@ -10,6 +10,7 @@ from laminar.errors import ProtocolError
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import delta
 from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.digest import DIGEST_BYTES
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.link_speed import Fastest
 from laminar.workers.relay.manifest import BLOCK_BYTES
@@ -63,23 +64,23 @@ class Receiver:
         self._take_end(flow, said)
 
     def _take_chunk(self, flow: Flow, chunk: frames.Chunk) -> None:
-        end = self._checked_end(flow, chunk.offset, chunk.length)
+        end = self._checked_end(flow, chunk, chunk.length)
         while flow.received < end:
             block = flow.next_block()
             self._link.receive_into(block)
-            self._advance(flow, block)
+            self._advance(flow, block, chunk)
 
     def _take_delta(self, flow: Flow, base: Flow | None, chunk: frames.Chunk) -> None:
         if base is None or chunk.length > flow.num_bytes:
             raise ProtocolError(f"{self._link.peer} sent a delta of {chunk.length} bytes to a base that was not named")
         made = bytearray(chunk.length)
         self._link.receive_into(memoryview(made))
-        end = self._checked_end(flow, chunk.offset, delta.num_bytes_of(made))
+        end = self._checked_end(flow, chunk, delta.num_bytes_of(made))
         place = flow.buffer[chunk.offset : end]
         place[:] = base.buffer[chunk.offset : end]
         delta.apply(made, place, flow.manifest.item_bytes)
         while flow.received < end:
-            self._advance(flow, flow.next_block())
+            self._advance(flow, flow.next_block(), chunk)
 
     def _take_end(self, flow: Flow, end: frames.End) -> None:
         verified = flow.verifies(end.digest)
@@ -89,14 +90,15 @@ class Receiver:
             self._store.lose(flow, "its bytes do not have the master's digest" if end.digest else "lost upstream")
         frames.send(self._link, frames.Done(version=flow.version, verified=verified))
 
-    def _advance(self, flow: Flow, block: memoryview) -> None:
+    def _advance(self, flow: Flow, block: memoryview, chunk: frames.Chunk) -> None:
         if self._is_over():
             raise LinkEnded("the epoch is over")
-        flow.advance(block)
+        at = (flow.received - chunk.offset) // BLOCK_BYTES * DIGEST_BYTES
+        flow.advance(block, chunk.digests[at : at + DIGEST_BYTES])
 
-    def _checked_end(self, flow: Flow, start: int, length: int) -> int:
-        """End of the chunk that begins at `start`. Raises ProtocolError unless it is the next one and ends with a block."""
-        end = start + length
+    def _checked_end(self, flow: Flow, chunk: frames.Chunk, length: int) -> int:
+        """End of a chunk of so many bytes. Raises ProtocolError unless it is the next one and ends with a block."""
+        start, end = chunk.offset, chunk.offset + length
         if start != flow.received or end > flow.num_bytes or (end % BLOCK_BYTES and end != flow.num_bytes):
             raise ProtocolError(
                 f"{self._link.peer} sent bytes {start} to {end} of {flow.version}; due are whole blocks from {flow.received} "

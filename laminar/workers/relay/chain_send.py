@@ -146,12 +146,12 @@ class Sender:
         as_delta = base is not None and part.nbytes % delta.WORD_BYTES == 0 and pace.prefers_delta()
         if as_delta and base is not None:
             made = delta.encode(part, base.buffer[start:end], flow.manifest.item_bytes)
-        num_bytes = part.nbytes if made is None else len(made)
+        num_bytes, digests = part.nbytes if made is None else len(made), flow.digests(start, end)
         if made is None:
-            sent_s = _clocked(lambda: frames.send_bytes(self._link, start, part))
+            sent_s = _clocked(lambda: frames.send_bytes(self._link, start, part, digests))
             self._sent.cost.took(num_bytes, sent_s)
         else:
-            sent_s = _clocked(lambda: frames.send_delta(self._link, start, made))
+            sent_s = _clocked(lambda: frames.send_delta(self._link, start, made, digests))
         pace.took(part.nbytes, time.perf_counter() - began, as_delta=as_delta)
         if self._speed.sent(num_bytes, sent_s):
             self._on_slow()

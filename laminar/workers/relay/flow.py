@@ -8,9 +8,10 @@ import threading
 
 import xxhash
 
+from laminar.errors import ProtocolError
 from laminar.ids import Version
 from laminar.workers.canary import Canary
-from laminar.workers.relay.digest import combine
+from laminar.workers.relay.digest import DIGEST_BYTES, combine
 from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest
 
 
@@ -33,21 +34,28 @@ class Flow:
 
     @classmethod
     def complete(
-        cls, version: Version, manifest: Manifest, buffer: memoryview, digest: str, canary: Canary | None
+        cls, version: Version, manifest: Manifest, buffer: memoryview, blocks: bytes, digest: str, canary: Canary | None
     ) -> "Flow":
-        """A version that is READY."""
+        """A version that is READY; `blocks`: the digests of its blocks."""
         flow = cls(version, manifest, buffer)
         flow.received = flow.num_bytes
-        flow.digest, flow.canary = digest, canary
+        flow.blocks, flow.digest, flow.canary = bytearray(blocks), digest, canary
         return flow
 
     def next_block(self) -> memoryview:
         """Where the bytes of the next digest block go."""
         return self.buffer[self.received : min(self.received + BLOCK_BYTES, self.num_bytes)]
 
-    def advance(self, block: memoryview) -> None:
-        """The next block is in place."""
-        self.blocks += xxhash.xxh3_128_digest(block)
+    def digests(self, start: int, end: int) -> bytes:
+        """Of the blocks from byte `start` to `end`, which are here."""
+        return bytes(self.blocks[start // BLOCK_BYTES * DIGEST_BYTES : -(-end // BLOCK_BYTES) * DIGEST_BYTES])
+
+    def advance(self, block: memoryview, expected: bytes | None = None) -> None:
+        """The next block is in place. Raises ProtocolError, and takes nothing, when it has not the digest that is expected."""
+        digest = xxhash.xxh3_128_digest(block)
+        if expected is not None and digest != expected:
+            raise ProtocolError(f"the bytes of {self.version} from {self.received} on are not what upstream has")
+        self.blocks += digest
         with self._changed:
             self.received += block.nbytes
             self._changed.notify_all()

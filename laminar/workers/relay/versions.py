@@ -306,7 +306,7 @@ class Versions:
         assert slot.version is not None
         assert slot.manifest is not None
         view = self.files.view(slot.index, slot.num_bytes)
-        return Flow.complete(slot.version, slot.manifest, view, slot.digest, slot.canary)
+        return Flow.complete(slot.version, slot.manifest, view, slot.blocks, slot.digest, slot.canary)
 
     # ---- readers
 

@@ -241,12 +241,12 @@ class RelayConfig(Section, frozen=True, kw_only=True):
     """Versions are forwarded by so many MiB; 0 = by what suits the measured link and the length of the chain (docs/relays.md)."""
     rate_limit_mbit: float = 0.0
     """What a relay may send to its neighbour, Mbit/s; 0 = no limit."""
-    transport: Literal["tcp", "ucx"] = "tcp"
-    """What links between relays are made of: plain sockets, or UCX, which is a package of its own; docs/relays.md."""
+    transport: Literal["tcp", "ucx", "nixl"] = "tcp"
+    """What links between relays are made of: plain sockets, UCX, or NIXL, which brings RDMA; docs/relays.md."""
     streams: int = 1
     """`tcp`: sockets per link, which share its bytes; one is worth 2 to 4 GB/s."""
     require_rdma: bool = False
-    """A relay whose transport finds no RDMA device does not start. UCX would use TCP instead, and say so in the log only."""
+    """A relay whose transport finds no RDMA device does not start. Else it uses TCP instead, and says so in its log and status."""
 
 
 class ControllerConfig(Section, frozen=True, kw_only=True):

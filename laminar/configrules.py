@@ -256,7 +256,7 @@ def _relay_rules(c: Config) -> _Rules:
         (not 1 <= c.relay.streams <= 16, f"relay.streams = {c.relay.streams}: between 1 and 16"),
         (
             c.relay.require_rdma and c.relay.transport == "tcp",
-            'relay.require_rdma = true cannot be had with relay.transport = "tcp": choose "ucx"',
+            'relay.require_rdma = true cannot be had with relay.transport = "tcp": choose "nixl" or "ucx"',
         ),
     ]
 

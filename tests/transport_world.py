@@ -40,6 +40,7 @@ KINDS = [
     pytest.param(Kind("tcp"), id="tcp"),
     pytest.param(Kind("tcp", 4), id="tcp-4-streams"),
     pytest.param(Kind("ucx"), id="ucx", marks=_needs("ucxx", "ucx")),
+    pytest.param(Kind("nixl"), id="nixl", marks=_needs("nixl_cu12", "nixl")),
 ]
 over_each = pytest.mark.parametrize("kind", KINDS)
 
@@ -66,10 +67,10 @@ def together(*works: Callable[[], object]) -> list[object]:
 
 
 @contextlib.contextmanager
-def linked(transport: Transport) -> Iterator[tuple[Link, Link]]:
+def linked(kind: Kind) -> Iterator[tuple[Link, Link]]:
     """Both ends of a link, in this process: the one that connected, the one that was accepted."""
-    listener = transport.listen("127.0.0.1")
-    connected = transport.connect("127.0.0.1", listener.port, LIMIT_S)
+    listener = kind.make().listen("127.0.0.1")
+    connected = kind.make().connect("127.0.0.1", listener.port, LIMIT_S)
     accepted = listener.accept()
     try:
         together(connected.promote, accepted.promote)
@@ -80,7 +81,7 @@ def linked(transport: Transport) -> Iterator[tuple[Link, Link]]:
 
 
 PEER = """
-import sys
+import mmap, sys
 from laminar.workers.transport import make_transport
 
 name, streams, role, begin = sys.argv[1:5]
@@ -92,7 +93,8 @@ if begin == "listen":
 else:
     link = transport.connect("127.0.0.1", int(sys.stdin.readline()), 60.0)
 link.promote()
-block = memoryview(bytearray(b"p" * (1 << 20)))
+block = memoryview(mmap.mmap(-1, 1 << 20))
+block[:] = b"p" * (1 << 20)
 if role == "one":
     link.send(block)
 print("linked", link.medium, flush=True)

@@ -19,7 +19,11 @@ __all__ = [
     "make_transport",
 ]
 
-TRANSPORTS = ("tcp", "ucx")
+TRANSPORTS = ("tcp", "ucx", "nixl")
+INSTALL = {
+    "ucx": "pip install ucxx-cu12==0.52.0",
+    "nixl": "pip install --no-deps nixl-cu12==1.5.1 (its dependencies would bring several GB of CUDA)",
+}
 
 
 def make_transport(name: str, progress_timeout_s: float, *, streams: int = 1, require_rdma: bool = False) -> Transport:
@@ -37,14 +41,20 @@ def make_transport(name: str, progress_timeout_s: float, *, streams: int = 1, re
 
 
 def _made(name: str, progress_timeout_s: float, streams: int) -> Transport:
+    """The libraries are large: they are loaded only where they are chosen."""
+    try:
+        if name == "ucx":
+            from laminar.workers.transport.ucx import UcxTransport
+
+            return UcxTransport(progress_timeout_s)
+        if name == "nixl":
+            from laminar.workers.transport.nixl import NixlTransport
+
+            return NixlTransport(progress_timeout_s)
+    except ImportError as error:
+        raise StartError(
+            f'relay.transport = "{name}" needs a package that is not installed here ({error}): {INSTALL[name]}'
+        ) from error
     if name == "tcp":
         return TcpTransport(progress_timeout_s, streams)
-    if name == "ucx":
-        try:
-            from laminar.workers.transport.ucx import UcxTransport  # only where it is chosen: its libraries are large
-        except ImportError as error:
-            raise StartError(
-                f'relay.transport = "ucx" needs ucxx, which is not installed here ({error}): pip install ucxx-cu12==0.52.0'
-            ) from error
-        return UcxTransport(progress_timeout_s)
     raise ConfigError(f"no relay transport {name!r}; there is: {', '.join(TRANSPORTS)}")

@@ -1,0 +1,275 @@
+"""The supervisor of a process on another host, spoken to through pipes as ssh has them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from laminar.processes import NAME, TOKEN, living
+from laminar.remote import KILL, NOT_STARTED, STARTED, TERMINATE, Order, returncode_of, status_of
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 60.0
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+)
+WITH_CHILD = (  # as torchrun starts its ranks: in a session of their own
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep({seconds})\n"
+)
+
+
+class Connection:
+    """A supervisor, and the pipes to it."""
+
+    def __init__(
+        self, program: str, survive_s: float = 600.0, token: str = "", command: list[str] | None = None
+    ) -> None:
+        self.token = token or f"token-{os.urandom(8).hex()}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "laminar.workers.remote.supervise"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        environment = {TOKEN: self.token, NAME: "rollout-0", "MINE": "1"}
+        self.say(
+            msgspec.json.encode(
+                Order(command=command or [sys.executable, "-c", program], environment=environment, survive_s=survive_s)
+            )
+            + b"\n"
+        )
+
+    def say(self, words: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(words)
+        self.process.stdin.flush()
+
+    def hang_up(self) -> None:
+        """The connection breaks: nobody says anything more, nor takes any output."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def line(self) -> bytes:
+        """The next one of the process's output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def started(self) -> psutil.Process:
+        """The process, once the supervisor says that it has started."""
+        assert self.process.stderr is not None
+        assert self.process.stderr.readline() == STARTED
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def status(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Connection]]:
+    connections: list[Connection] = []
+
+    def make(*arguments: Any, **options: Any) -> Connection:
+        connections.append(Connection(*arguments, **options))
+        return connections[-1]
+
+    yield make
+    for connection in connections:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(TOKEN) == connection.token:
+                    process.kill()
+            except psutil.Error:
+                continue
+        connection.process.kill()
+        connection.process.wait(LIMIT_S)
+        for pipe in (connection.process.stdin, connection.process.stdout, connection.process.stderr):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what happens in another process."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    return not living([process for process in psutil.process_iter() if process.pid == pid])
+
+
+def test_a_process_gets_its_environment_a_session_of_its_own_and_no_input_and_its_output_comes_back(connect) -> None:
+    connection = connect(
+        "import os, sys\nprint(os.environ['MINE'], os.getsid(0) == os.getpid(), repr(sys.stdin.read()))\n"
+        "print('problems', file=sys.stderr)\nsys.exit(7)"
+    )
+    output, words = connection.process.communicate(timeout=LIMIT_S)
+    assert output.splitlines() == [b"1 True ''", b"problems"]
+    assert words == STARTED
+    assert connection.status() == 7
+
+
+def test_the_token_is_in_the_environment_of_the_process_only(connect) -> None:
+    connection = connect(SLEEP)
+    child = connection.started()
+    assert child.environ()[TOKEN] == connection.token
+    supervisor = psutil.Process(connection.process.pid)
+    assert TOKEN not in supervisor.environ()
+    assert connection.token not in " ".join(supervisor.cmdline() + child.cmdline())
+
+
+def test_a_process_that_dies_by_a_signal_is_told_apart_from_one_that_ends(connect) -> None:
+    connection = connect(SLEEP)
+    connection.started().send_signal(signal.SIGKILL)
+    assert returncode_of(connection.status()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("returncode", [0, 1, 3, 130, -1, -9, -15])
+def test_every_end_that_processes_have_comes_back_unless_it_looks_like_a_signal(returncode: int) -> None:
+    back = returncode_of(status_of(returncode))
+    assert back == returncode or (returncode == 130 and back == -signal.SIGINT)
+
+
+def test_an_end_never_looks_like_a_broken_connection() -> None:
+    assert returncode_of(status_of(255)) == 254
+
+
+def test_a_command_that_does_not_exist_is_named_and_nothing_is_said_to_have_started(connect) -> None:
+    connection = connect("", command=["/no/such/python"])
+    _, words = connection.process.communicate(timeout=LIMIT_S)
+    assert words == b"No such file or directory: /no/such/python\n"
+    assert connection.status() == NOT_STARTED
+
+
+def test_a_process_is_terminated_on_the_controllers_word(connect) -> None:
+    connection = connect(SLEEP)
+    connection.started()
+    connection.say(TERMINATE)
+    assert returncode_of(connection.status()) == -signal.SIGTERM
+
+
+def test_a_stubborn_process_is_killed_on_the_controllers_word(connect) -> None:
+    connection = connect(STUBBORN)
+    connection.started()
+    assert connection.line() == b"ready"
+    connection.say(TERMINATE)
+    connection.say(KILL)
+    assert returncode_of(connection.status()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("word", [TERMINATE, KILL])
+def test_descendants_in_other_sessions_end_with_their_process(connect, word: bytes) -> None:
+    connection = connect(WITH_CHILD.format(seconds=600))
+    connection.started()
+    child = int(connection.line())
+    connection.say(word)
+    connection.status()
+    until(lambda: is_gone(child))
+
+
+def test_what_a_process_leaves_behind_at_its_own_end_is_killed(connect) -> None:
+    connection = connect(WITH_CHILD.format(seconds=0))
+    child = int(connection.line())
+    assert connection.status() == 0
+    until(lambda: is_gone(child))
+
+
+def test_what_it_leaves_behind_without_a_mark_is_known_by_its_session(connect) -> None:
+    connection = connect(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env={})\n"
+        "print(child.pid, flush=True)\n"
+    )
+    child = int(connection.line())
+    assert connection.status() == 0
+    until(lambda: is_gone(child))
+
+
+def test_a_process_survives_a_broken_connection_and_may_end_by_itself(connect, tmp_path: Path) -> None:
+    go, done = tmp_path / "go", tmp_path / "done"
+    connection = connect(
+        "import os, time\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "print('more words than anybody takes ' * 10_000, flush=True)\n"
+        f"open({str(done)!r}, 'w').close()"
+    )
+    connection.started()
+    connection.hang_up()
+    go.touch()
+    assert connection.status() == 0
+    assert done.exists()
+
+
+def test_a_process_that_outlives_its_time_without_a_connection_is_ended_also_if_it_is_stubborn(connect) -> None:
+    connection = connect(STUBBORN, survive_s=0.0)
+    child = connection.started()
+    assert connection.line() == b"ready"
+    connection.hang_up()
+    assert returncode_of(connection.status()) == -signal.SIGKILL
+    assert is_gone(child.pid)
+
+
+def test_a_process_of_the_same_name_whose_supervisor_was_killed_ends_before_the_next_begins(connect) -> None:
+    first = connect(SLEEP)
+    left = first.started()
+    first.process.kill()
+    second = connect(SLEEP, token=first.token)
+    second.started()
+    assert is_gone(left.pid)
+
+
+def test_a_supervisor_that_lost_its_connection_leaves_the_next_process_of_its_name_alone(connect) -> None:
+    first = connect(SLEEP)
+    first.started()
+    first.hang_up()
+    second = connect(SLEEP, token=first.token)
+    child = second.started()
+    assert returncode_of(first.status()) == -signal.SIGKILL
+    assert not is_gone(child.pid)
+
+
+def test_output_that_nobody_takes_does_not_hold_up_the_process_and_what_is_left_out_is_said(
+    connect, tmp_path: Path
+) -> None:
+    done, go = tmp_path / "done", tmp_path / "go"
+    connection = connect(
+        "import os, time\n"
+        "for _ in range(160): os.write(1, b'x' * 65_536)\n"
+        f"open({str(done)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "print('\\nlast words')"
+    )
+    connection.started()
+    until(done.exists)
+    output = b""
+    while len(output) < 200_000:  # then there is room for more
+        output += os.read(connection.process.stdout.fileno(), 65_536)
+    go.touch()
+    output += connection.process.stdout.read()
+    assert connection.status() == 0
+    assert output.endswith(b"last words\n")
+    assert b" bytes left out: the connection did not take them]" in output
+    assert len(output) < 10 << 20

@@ -253,9 +253,14 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     """[controller]"""
 
     host: str = "127.0.0.1"
-    """Bind address."""
+    """Bind address. A loopback address, if the hosts file names other machines: the one that they reach."""
     port: int = 0
     """0 = any free port."""
+    advertise: str = ""
+    """Host name or address under which workers reach the controller; empty = the bind address, or, for other hosts, that of this
+    machine towards the first of them."""
+    ssh: str = "ssh"
+    """The OpenSSH client that starts processes on other hosts, with options, for example `ssh -F my_config`; docs/cluster.md."""
     heartbeat_s: float = 2.0
     """Workers and controller send a heartbeat this often."""
     heartbeat_timeout_s: float = 20.0

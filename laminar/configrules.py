@@ -4,6 +4,8 @@ What depends on more than the configuration is checked where it is known: `lamin
 KV capacity), `laminar.controller.plan` (hosts).
 """
 
+import re
+import shlex
 from typing import Any
 
 import msgspec
@@ -261,10 +263,30 @@ def _relay_rules(c: Config) -> _Rules:
     ]
 
 
+def _is_address(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9._-]*|[0-9A-Fa-f:.]+", text) is not None and text.count(":") != 1
+
+
+def _is_command(text: str) -> bool:
+    try:
+        return shlex.split(text) != []
+    except ValueError:  # a quote that does not end
+        return False
+
+
 def _controller_rules(c: Config) -> _Rules:
     return [
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,
             "controller.heartbeat_timeout_s must be more than twice controller.heartbeat_s",
+        ),
+        (
+            not _is_address(c.controller.advertise),
+            f"controller.advertise = {_shown(c.controller.advertise)}: a host name or an address alone, without http:// or a port"
+            " (that is controller.port)",
+        ),
+        (
+            not _is_command(c.controller.ssh),
+            f"controller.ssh = {_shown(c.controller.ssh)}: a command line is expected, such as ssh or ssh -F my_config",
         ),
     ]

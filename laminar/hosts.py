@@ -34,7 +34,7 @@ _NUMBERS: dict[str, dict[str, tuple[int, int]]] = {
     "trainer": {"gpus": (0, 64), "ranks": (1, 1024)},
     "rollout": {"gpus": (0, 64), "replicas": (1, 1024), "tp": (1, 64), "max_concurrent": (1, 65536)},
 }
-_WORDS: dict[str, tuple[str, ...]] = {"trainer": ("python",), "rollout": ("engine", "python", "url")}
+_WORDS: dict[str, tuple[str, ...]] = {"trainer": ("python", "listen"), "rollout": ("engine", "python", "listen", "url")}
 _OF_VLLM = ("url",)
 _ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+")
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
@@ -81,6 +81,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         """Python interpreter for this host's workers, or, with ``engine=vllm``, for the vLLM server; empty (default) = the
         controller's own, or that of the environment that scripts/setup-vllm makes."""
         return self.options.get("python", "")
+
+    @property
+    def listen(self) -> str:
+        """Address at which other hosts reach this one's relay; empty (default) = the one that ssh reaches."""
+        return self.options.get("listen", "")
 
     @property
     def url(self) -> str:
@@ -203,6 +208,8 @@ def _check_option(key: str, value: str, role: str, where: str) -> None:
         low, high = _NUMBERS[role][key]
         if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
             raise ConfigError(f"{where}: expected {key} to be a whole number from {low} to {high}, got {value!r}")
+    if key == "listen" and not _ADDRESS.fullmatch(value):
+        raise ConfigError(f"{where}: expected listen to be a host name or address, got {value!r}")
     if key == "engine" and value not in ENGINES:
         raise ConfigError(
             f"{where}: expected engine {' or '.join(ENGINES)}, got {value!r}{_nearest(value, list(ENGINES))}"

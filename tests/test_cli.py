@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import ssh_standin
 
 from laminar.controller.__main__ import main
 from laminar.controller.eventlog import EventLog
@@ -128,6 +129,24 @@ def test_a_dry_run_prints_plan_and_configuration_and_starts_nothing(shell: Shell
     assert (resolved["trainer"]["lr"], resolved["run"]["name"]) == (1e-5, "mine")
     assert resolved["model"]["path"] == str(shell.directory / "model")
     assert {path.name for path in shell.directory.iterdir()} == {"model", "hosts.txt", "data.jsonl", "config.toml"}
+
+
+def test_a_dry_run_shows_where_the_controller_is_reached_and_how_other_hosts_are(shell: Shell) -> None:
+    shell.write("hosts.txt", "localhost trainer\nthere rollout\n")
+    client = ssh_standin.make(shell.directory)
+    done = shell.check("--dry-run", f"controller.ssh={client}", "controller.port=7000")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "# the controller listens on 127.0.0.1, workers dial http://127.0.0.1:7000" in done.stdout
+    assert f"    {client} -T -o BatchMode=yes" in done.stdout
+    assert " there 'cd " in done.stdout
+
+
+def test_a_host_that_cannot_take_part_is_told_and_leaves_no_run_behind(shell: Shell) -> None:
+    shell.write("hosts.txt", "localhost trainer\nnowhere rollout\n")
+    client = ssh_standin.make(shell.directory)
+    done = shell.check(f"controller.ssh={client}", f"run.dir={shell.directory}/runs", "run.name=mine")
+    shell.refused(done, "1 of 1 other hosts cannot take part", "nowhere: ssh failed", "Could not resolve hostname")
+    assert not (shell.directory / "runs" / "mine").exists()
 
 
 def test_keys_may_stand_before_between_and_after_options(shell: Shell) -> None:

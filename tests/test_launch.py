@@ -14,6 +14,7 @@ from laminar.controller import launch
 from laminar.controller.launch import Launcher
 from laminar.controller.plan import Process
 from laminar.errors import StartError
+from laminar.processes import living
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,7 +73,7 @@ def is_gone(process: psutil.Process) -> bool:
 async def gone(pid: int) -> None:
     """Wait until a process that is not our child has ended."""
     async with asyncio.timeout(60):
-        while launch._living([process for process in psutil.process_iter() if process.pid == pid]):  # noqa: ASYNC110 - not our child: nobody tells us
+        while living([process for process in psutil.process_iter() if process.pid == pid]):  # noqa: ASYNC110 - not our child: nobody tells us
             await asyncio.sleep(0.01)
 
 

@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 
 from laminar import hosts
-from laminar.config import Config, RolloutConfig
-from laminar.controller.plan import RENDEZVOUS_PORT, Process, describe, going_on_from, plan, url_of
+from laminar.config import Config, ControllerConfig, RolloutConfig, TaskConfig
+from laminar.controller.plan import (
+    RENDEZVOUS_PORT,
+    Process,
+    describe,
+    going_on_from,
+    plan,
+    pythons_of,
+    url_of,
+    vllm_pythons_of,
+)
 from laminar.errors import ConfigError
+from laminar.remote import Answer
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -65,6 +75,76 @@ def test_options_of_a_host_reach_its_commands() -> None:
     assert option(planned("localhost trainer\nlocalhost rollout")[2], "--max-concurrent") == "48"
 
 
+# ---- other hosts -------------------------------------------------------------------------------------------
+
+
+def test_a_process_of_another_host_is_started_by_ssh_and_that_of_this_one_is_not() -> None:
+    processes = planned("localhost trainer\ngpu1 rollout replicas=2 python=/opt/python")
+    assert [p.name for p in processes if p.ssh] == ["relay-1", "rollout-0", "rollout-1"]
+    for process in processes:
+        if process.ssh:
+            assert process.ssh[0] == "ssh"
+            assert process.ssh[-2] == "gpu1"
+            assert process.ssh[-1].endswith("/opt/python -m laminar.workers.remote.supervise")
+            assert {"BatchMode=yes", "ConnectTimeout=10"} <= set(process.ssh)
+            assert process.command[0] == "/opt/python"
+
+
+def test_the_client_is_the_users_own() -> None:
+    config = Config(controller=ControllerConfig(ssh="ssh -F 'my config'"))
+    process = plan(config, hosts.parse("gpu1 trainer\ngpu1 rollout", "hosts.txt"), URL, None)[0]
+    assert process.ssh[:3] == ["ssh", "-F", "my config"]
+
+
+def test_relays_have_their_links_where_other_hosts_reach_them() -> None:
+    text = "localhost trainer\ngpu1 rollout\ngpu2 rollout listen=ib-gpu2\ngpu3 rollout\n"
+    machines = hosts.parse(text, "hosts.txt")
+    found = {
+        name: Answer(version="", problems=[], listen=listen, num_cpus=64)
+        for name, listen in [("gpu1", "10.0.0.1"), ("gpu2", "10.0.0.2"), ("gpu3", "")]
+    }
+    processes = plan(CONFIG, machines, "http://10.0.0.9:7000", None, found)
+    listening = [option(p, "--listen") for p in processes if p.role == "relay"]
+    assert listening == ["10.0.0.9", "10.0.0.1", "ib-gpu2", "gpu3"]
+    assert [p.environment["LAMINAR_HOST"] for p in processes if p.role == "relay"] == [
+        "localhost", "gpu1", "gpu2", "gpu3",
+    ]  # fmt: skip
+
+
+def test_the_cpus_of_a_host_are_shared_by_what_runs_there() -> None:
+    machines = hosts.parse("gpu1 trainer ranks=2\ngpu1 rollout replicas=2\ngpu2 rollout\n", "hosts.txt")
+    found = {name: Answer(version="", problems=[], listen="", num_cpus=64) for name in ("gpu1", "gpu2")}
+    threads = {p.name: p.environment["OMP_NUM_THREADS"] for p in plan(CONFIG, machines, URL, None, found)}
+    assert threads["relay-0"] == threads["relay-1"] == "1"
+    assert threads["trainer-0"] == threads["rollout-0"] == threads["rollout-1"] == "16"
+    assert threads["rollout-2"] == "64"
+
+
+def test_variables_that_agents_need_reach_rollout_workers_of_other_hosts_by_name_only() -> None:
+    config = Config(task=TaskConfig(agent="agent", agent_env=["SEARCH_KEY"]))
+    processes = plan(config, hosts.parse("gpu1 trainer\ngpu1 rollout", "hosts.txt"), URL, None)
+    assert {p.name: p.inherits for p in processes} == {"relay-0": [], "trainer-0": [], "rollout-0": ["SEARCH_KEY"]}
+
+
+def test_a_vllm_environment_of_another_host_is_looked_for_there() -> None:
+    machines = hosts.parse("gpu1 trainer\ngpu1 rollout engine=vllm python=/there/python", "hosts.txt")
+    rollout = plan(CONFIG, machines, URL, None)[2]
+    assert option(rollout, "--vllm-python") == "/there/python"
+    assert rollout.ssh[-1].endswith(f"{sys.executable} -m laminar.workers.remote.supervise")
+    assert pythons_of("gpu1", machines) == [sys.executable]
+    assert vllm_pythons_of("gpu1", machines) == ["/there/python"]
+
+
+def test_the_plan_shows_the_ssh_command_of_a_process_of_another_host() -> None:
+    processes = planned("gpu1 trainer\ngpu1 rollout")
+    lines = describe(processes).splitlines()
+    assert len(lines) == 3 * len(processes)
+    assert shlex.split(lines[1]) == processes[0].ssh
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
 def test_only_the_trainer_is_told_what_to_resume() -> None:
     processes = planned("localhost trainer\nlocalhost rollout", Path("/runs/a/checkpoints/step-4"))
     assert option(processes[1], "--resume") == "/runs/a/checkpoints/step-4"
@@ -102,7 +182,6 @@ def test_a_trainer_that_is_started_again_meets_at_another_port_and_goes_on_from_
             "line 3: no Python /no/python for vLLM",
         ),
         ("localhost trainer\nlocalhost rollout gpus=8 tp=4 replicas=3", "3 replicas of 4 GPUs need more than gpus=8"),
-        ("localhost trainer\ngpu-node-7 rollout", "gpu-node-7, which is not this machine"),
     ],
 )
 def test_what_this_version_cannot_start_is_refused_by_name(text: str, message: str) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from laminar import __version__, configfile, hosts, samplers
 from laminar.config import Config
 from laminar.controller import rundir
-from laminar.controller.plan import describe, plan, url_of
+from laminar.controller.plan import describe, plan
+from laminar.controller.reach import reach
 from laminar.errors import ConfigError, LaminarError, StartError
 from laminar.logs import Lossy
 
@@ -126,8 +127,10 @@ def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continu
 
 
 def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> int:
-    port = config.controller.port or "PORT"
-    processes = plan(config, machines, url_of(config.controller.host, port), resume)
+    where = reach(config, machines)
+    url = where.url(config.controller.port or "PORT")
+    processes = plan(config, machines, url, resume)
+    print(f"# the controller listens on {where.bind}, workers dial {url}")
     print(f"# {len(processes)} processes; each gets the run's token in LAMINAR_TOKEN\n{describe(processes)}\n")
     print(f"# configuration\n{configfile.dumps(config)}")
     return 0
@@ -137,12 +140,15 @@ def _start(
     config: Config, machines: list[hosts.Host], hosts_text: str, run: rundir.RunDirectory | None, continues: bool
 ) -> int:
     from laminar.controller.app import Application
+    from laminar.controller.preflight import check_hosts
     from laminar.tasks import datasets
 
     plan(config, machines, "", None)
     sampler = None if config.buffer.sampler == "fifo" else samplers.load(config.buffer.sampler, "buffer.sampler")
     prompts = datasets.load(config.task)
     resume = run.last_checkpoint() if run else None
+    where = reach(config, machines)
+    found = check_hosts(config, machines, where)
     directory = run or rundir.create(config, hosts_text)
 
     async def go() -> int:
@@ -154,6 +160,8 @@ def _start(
             sampler=sampler,
             resume=resume,
             continues=continues,
+            reach=where,
+            found=found,
         )
         return await application.run()
 

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,8 @@ from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.intake import Intake, indent
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import RENDEZVOUS_PORT, Process, addresses_of, going_on_from, plan, url_of
+from laminar.controller.plan import RENDEZVOUS_PORT, Process, addresses_of, going_on_from, plan
+from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, complete_checkpoints, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.segments import Past
@@ -42,6 +44,7 @@ from laminar.core.sampling import Sampler
 from laminar.errors import StartError
 from laminar.hosts import Host, is_local
 from laminar.ids import WorkerId
+from laminar.remote import LOST, Answer
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.relay import paths
 
@@ -66,8 +69,12 @@ class Application:
         sampler: Sampler | None,
         resume: Path | None,
         continues: bool = False,
+        reach: Reach | None = None,
+        found: Mapping[str, Answer] | None = None,
     ) -> None:
+        """`reach`: of the controller, by default as configured; `found`: what the check of other hosts found."""
         self._config, self._hosts, self._run, self._prompts = config, hosts, run, prompts
+        self._reach, self._found = reach or Reach(config.controller.host, config.controller.host), found
         self._sampler, self._resume = sampler, resume
         self._history = recovery.read(run.database) if continues else None
         self._began = time.monotonic()
@@ -133,7 +140,8 @@ class Application:
             timeout_s=config.controller.heartbeat_timeout_s,
         )
         rendezvous = {wire.RENDEZVOUS_VARIABLE: str(run.url)}
-        self._launcher = Launcher(run.logs, token, self._on_exit, rendezvous)
+        survive_s = config.controller.heartbeat_timeout_s + config.controller.orphan_timeout_s
+        self._launcher = Launcher(run.logs, token, self._on_exit, rendezvous, survive_s)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(
@@ -190,15 +198,14 @@ class Application:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        processes = plan(config, self._hosts, url, self._resume, self._rendezvous_port())
+        processes = plan(config, self._hosts, url, self._resume, self._found, self._rendezvous_port())
         self._display.say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
         self._processes = {process.name: process for process in processes}
-        for process in self._adopt() if self._history is not None else processes:
-            await self._launcher.start(process)
+        await self._launcher.start_all(self._adopt() if self._history is not None else processes)
 
     async def _listen(self) -> str:
         """The URL: where the controller before this one listened, if that can be had, so that its workers find it."""
-        host, port = self._config.controller.host, self._config.controller.port
+        host, port = self._reach.bind, self._config.controller.port
         known = last_port(self._run) if self._history is not None and not port else port
         try:
             await self._server.start(host, known)
@@ -206,7 +213,7 @@ class Application:
             if known == port:
                 raise
             await self._server.start(host, port)
-        url = url_of(host, self._server.port)
+        url = self._reach.url(self._server.port)
         write_url(self._run, url)
         return url
 
@@ -338,7 +345,7 @@ class Application:
 
     def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
         workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]
-        ending = _ending(code)
+        ending = _ending(code, self._processes[name])
         rank, last_lines = root_cause(last_lines)
         ending += f" because rank {rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
@@ -397,7 +404,9 @@ def _count(workers: set[WorkerId] | set[str], process: str) -> int:
     return sum(worker == process or worker.startswith(f"{process}/") for worker in workers)
 
 
-def _ending(code: int | None) -> str:
+def _ending(code: int | None, process: Process) -> str:
     if code is None:
         return "ended"
+    if code == LOST and process.ssh:
+        return f"lost the ssh connection to {process.address}"
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -124,7 +124,7 @@ class Effects:
         """Note where its neighbours reach it, before it is chained."""
         if event.chain_port:
             self.relay_addresses[event.worker] = wire.Neighbour(
-                name=event.worker, host=event.host, port=event.chain_port
+                name=event.worker, host=event.chain_host or event.host, port=event.chain_port
             )
 
     # ---- rollouts ------------------------------------------------------------------------------------------

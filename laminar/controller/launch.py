@@ -1,10 +1,8 @@
-"""Starting, watching and stopping the run's processes on this machine.
+"""Starting, watching and stopping the run's processes, here and on other hosts.
 
-Every process has its own session and a log file `logs/<name>.log`. `on_exit(name, code, last lines)` is called once for
+Every process has its own session and a log file `logs/<name>.log` here. `on_exit(name, code, last lines)` is called once for
 each that ends before it was told to. `stop` leaves no process behind: asked by message, then SIGTERM, then SIGKILL,
-descendants included. They are known by the run's token in their environment, also when their parent is dead and they are
-in sessions of their own (torchrun's ranks); and by the session of such a process, since some wipe their environment (vLLM's).
-What a controller that died has started is known in the same way, and can be adopted.
+descendants included (`laminar.processes`; on other hosts their supervisors do it). A host that does not answer cannot hold it up.
 """
 
 import asyncio
@@ -16,16 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import structlog
 
+from laminar import processes
 from laminar.controller.plan import Process
+from laminar.controller.remote import RemoteProcess, let_go
 from laminar.errors import StartError
+from laminar.processes import LOG, NAME, TOKEN
 
-logger = structlog.get_logger(__name__)
-
-TOKEN, NAME, LOG = "LAMINAR_TOKEN", "LAMINAR_PROCESS", "LAMINAR_LOG"  # environment of every process of a run
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
+TOLD_S = 3.0  # for the order to kill to reach other hosts when this process is about to end
 LAST_LINES = 15
 FOLDED = "torchrun: rank "
 TORCHRUN_TRACEBACK = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
@@ -33,7 +31,6 @@ TORCHRUN_REPORT = re.compile(
     r"^=+\n.* FAILED\n.*^Root Cause.*?^  rank +: (?P<rank>\d+).*?^  exitcode +: (?P<code>-?\d+) +\(pid: (?P<pid>\d+)\)",
     re.DOTALL | re.MULTILINE,
 )
-KILL_ROUNDS = 2  # the second meets what the first saw being born
 
 
 class Adopted:
@@ -57,8 +54,11 @@ class Adopted:
             os.close(self._descriptor)
 
 
+Child = asyncio.subprocess.Process | Adopted | RemoteProcess
+
+
 class Launcher:
-    """Owns the child processes. `environment`: of all of them."""
+    """Owns the child processes. `environment`: of all of them. `survive_s`: how long one on another host may outlive its connection."""
 
     def __init__(
         self,
@@ -66,63 +66,93 @@ class Launcher:
         token: str,
         on_exit: Callable[[str, int | None, str], None],
         environment: dict[str, str] | None = None,
+        survive_s: float = 60.0,
     ) -> None:
         self._logs = logs
         self._token = token
         self._on_exit = on_exit
         self._environment = environment or {}
-        self._children: dict[str, asyncio.subprocess.Process | Adopted] = {}
+        self._survive_s = survive_s
+        self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
-        self._given_up: set[asyncio.subprocess.Process | Adopted] = set()
+        self._given_up: set[Child] = set()
 
     @property
     def alive(self) -> list[str]:
         """Names of processes that have not ended."""
         return [name for name, child in self._children.items() if child.returncode is None]
 
+    async def start_all(self, wanted: list[Process]) -> None:
+        """Start processes, on all hosts at once. Raises the first StartError when all others are started or failed."""
+        addresses = dict.fromkeys(process.address for process in wanted)
+        each = [self._start_in_turn([p for p in wanted if p.address == address]) for address in addresses]
+        for error in await asyncio.gather(*each, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _start_in_turn(self, wanted: list[Process]) -> None:
+        """Those of one host: sshd drops connections when many begin at once (MaxStartups)."""
+        for process in wanted:
+            await self.start(process)
+
     async def start(self, process: Process) -> None:
         """Start one process. Raises StartError if that is impossible."""
         log = self.log_path(process.name)
-        environment = {
-            **os.environ,
-            **self._environment,
-            **process.environment,
-            TOKEN: self._token,
-            NAME: process.name,
-            LOG: str(log.absolute()),
-        }
+        marks = {**self._environment, TOKEN: self._token, NAME: process.name, LOG: str(log.absolute())}
+        spawn = self._spawn_there if process.ssh else self._spawn_here
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                child = await asyncio.create_subprocess_exec(
-                    *process.command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,
-                )
+            child = await spawn(process, marks, log)
         except OSError as error:
             raise StartError(
                 f"cannot start {process.name}: {error.strerror}: {error.filename or process.command[0]} (its log: {log})"
             ) from error
         self._own(process.name, child)
+        if isinstance(child, RemoteProcess):
+            await self._await_start(child)
+
+    async def _spawn_here(self, process: Process, marks: dict[str, str], log: Path) -> Child:
+        with log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *process.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **process.environment, **marks},
+                start_new_session=True,
+            )
+
+    async def _spawn_there(self, process: Process, marks: dict[str, str], log: Path) -> Child:
+        for earlier in self._there(process.name):
+            await asyncio.wait([self._watchers[process.name]], timeout=TERMINATED_S)
+            earlier.let_go()
+            await self._watchers[process.name]
+        return await RemoteProcess.spawn(process, marks, log, self._survive_s)
+
+    async def _await_start(self, child: RemoteProcess) -> None:
+        try:
+            await child.await_start()
+        except BaseException:
+            self._given_up.add(child)
+            child.kill()
+            child.let_go()
+            raise
 
     def adopt(self) -> list[str]:
-        """Take over what lives of this run; the names of these processes."""
-        found = {p.pid: p for p in psutil.process_iter() if self._is_descendant(p, None)}
-        for process in _living(list(found.values())):
+        """Take over what lives of this run on this machine; the names of these processes."""
+        found = {process.pid: process for process in processes.marked({TOKEN: self._token})}
+        for process in found.values():
             with contextlib.suppress(psutil.Error, OSError):
                 if process.ppid() not in found:
                     self._own(process.environ()[NAME], Adopted(process.pid))
         return self.alive
 
-    def _own(self, name: str, child: "asyncio.subprocess.Process | Adopted") -> None:
+    def _own(self, name: str, child: Child) -> None:
         self._children[name] = child
         self._watchers[name] = asyncio.create_task(self._watch(name, child), name=f"watch-{name}")
 
-    async def _watch(self, name: str, child: "asyncio.subprocess.Process | Adopted") -> None:
+    async def _watch(self, name: str, child: Child) -> None:
         code = await child.wait()
         if not self._stopping and child not in self._given_up:
             self._on_exit(name, code, self.last_lines(name))
@@ -146,53 +176,60 @@ class Launcher:
         name, _, _ = name.partition("/")
         if name in self._children:
             self._given_up.add(self._children[name])
-            _kill(self._processes(name))
+            self._kill(name)
 
     async def stop(self, asked: set[str]) -> None:
         """Wait for the processes that were asked to stop, then insist; the others (still importing) get SIGTERM at once."""
         self._stopping = True
         for name in self.alive:
-            for process in [] if name in asked else self._processes(name):
-                _signal(process, signal.SIGTERM)
+            if name not in asked:
+                self._terminate(name)
         await self._wait(ASKED_S)
         left = self._processes()
-        for process in left:
-            _signal(process, signal.SIGTERM)
+        self._terminate()
         await self._wait(TERMINATED_S)
         await asyncio.to_thread(psutil.wait_procs, self._strangers(left), TERMINATED_S)
-        self.kill()
+        self._kill()
+        await self._wait(TERMINATED_S)
+        let_go(self._there())
         await self._wait(TERMINATED_S)
 
     def kill(self) -> None:
         """End everything at once."""
         self._stopping = True
-        for _ in range(KILL_ROUNDS):
-            _kill(self._processes())
+        self._kill()
+        let_go(self._there(), TOLD_S)
+
+    def _terminate(self, name: str | None = None) -> None:
+        for child in self._there(name):
+            child.terminate()
+        processes.send(self._processes(name), signal.SIGTERM)
+
+    def _kill(self, name: str | None = None) -> None:
+        for child in self._there(name):
+            child.kill()
+        processes.kill(lambda: self._processes(name))
 
     async def _wait(self, timeout_s: float) -> None:
         running = [task for task in self._watchers.values() if not task.done()]
         if running:
             await asyncio.wait(running, timeout=timeout_s)
 
-    def _strangers(self, processes: list[psutil.Process]) -> list[psutil.Process]:
+    def _strangers(self, found: list[psutil.Process]) -> list[psutil.Process]:
         """Those that are not our own children: the event loop alone may wait for these."""
         own = {child.pid for child in self._children.values() if not isinstance(child, Adopted)}
-        return [process for process in processes if process.pid not in own]
+        return [process for process in found if process.pid not in own]
 
     def _processes(self, name: str | None = None) -> list[psutil.Process]:
-        """Everything that runs now of one process or of all: what we started and whatever that started."""
-        roots = [child.pid for key, child in self._children.items() if name in (None, key) and child.returncode is None]
-        running = list(psutil.process_iter())
-        known = [p for p in running if p.pid in roots or self._is_descendant(p, name)]
-        sessions = {_session(p) for p in known} - {0, os.getsid(0)}
-        return _living([p for p in running if p in known or _session(p) in sessions])
+        """What runs here of one process or of all: what we started and whatever that started."""
+        here = {key: child for key, child in self._children.items() if not isinstance(child, RemoteProcess)}
+        roots = [child.pid for key, child in here.items() if name in (None, key) and child.returncode is None]
+        return processes.marked({TOKEN: self._token} | ({NAME: name} if name else {}), roots)
 
-    def _is_descendant(self, process: psutil.Process, name: str | None) -> bool:
-        try:
-            environment = process.environ()
-        except (psutil.Error, OSError):  # ended, or somebody else's
-            return False
-        return environment.get(TOKEN) == self._token and name in (None, environment.get(NAME))
+    def _there(self, name: str | None = None) -> list[RemoteProcess]:
+        """What runs on other hosts, of one process or of all."""
+        children = [child for key, child in self._children.items() if name in (None, key)]
+        return [child for child in children if isinstance(child, RemoteProcess) and child.returncode is None]
 
 
 def root_cause(last_lines: str) -> tuple[str, str]:
@@ -213,34 +250,3 @@ def _fold_report(text: str) -> str:
     rest = before[:own] if own >= 0 and "ChildFailedError" in before[own:] else before
     lines = [line for line in rest.splitlines() if "torch/distributed/elastic" not in line]
     return "\n".join([*lines, f"{FOLDED}{found['rank']} {ending} (pid {found['pid']})"])
-
-
-def _session(process: psutil.Process) -> int:
-    """Of this process; 0 if it has ended."""
-    try:
-        return os.getsid(process.pid)
-    except OSError:
-        return 0
-
-
-def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    living = []
-    for process in processes:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return living
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        _signal(process, signal.SIGKILL)

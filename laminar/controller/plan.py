@@ -1,20 +1,29 @@
-"""Which process runs where, with which command: what `--dry-run` prints and the launcher starts."""
+"""Which process runs where, with which command: what `--dry-run` prints and the launcher starts.
+
+A process of another host has two commands: that of the ssh client here, which starts a supervisor there, and its own.
+"""
 
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 import laminar
 from laminar.config import Config
+from laminar.controller import ssh
 from laminar.errors import ConfigError
 from laminar.hosts import Host, is_local
+from laminar.remote import Answer
 from laminar.wire import HOST_VARIABLE
 
 RENDEZVOUS_PORT = 29500
 """Where the nodes of a trainer on several hosts meet, on the first of them; torchrun's own default."""
+SUPERVISOR = "laminar.workers.remote.supervise"
+LOCAL_ADDRESS = "--local-addr=127.0.0.1"  # or torchrun waits for ever on a host whose own name does not resolve
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +35,11 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     command: list[str]
     environment: dict[str, str]
-    """In addition to the controller's own; the run's token is added when it starts."""
+    """In addition to the controller's own, or on another host that of a login there; the run's token is added when it starts."""
+    ssh: list[str] = []
+    """On another host: the client's command line that starts its supervisor. Empty = it runs here."""
+    inherits: list[str] = []
+    """On another host: names of further variables of the controller that it gets (`ssh.PASSED_ON` are given to all)."""
     num_workers: int = 1
     """Channels that it opens."""
 
@@ -43,28 +56,57 @@ def addresses_of(hosts: list[Host]) -> list[str]:
 
 
 def plan(
-    config: Config, hosts: list[Host], url: str, resume: Path | None, rendezvous_port: int = RENDEZVOUS_PORT
+    config: Config,
+    hosts: list[Host],
+    url: str,
+    resume: Path | None,
+    found: Mapping[str, Answer] | None = None,
+    rendezvous_port: int = RENDEZVOUS_PORT,
 ) -> list[Process]:
-    """All processes of a run but the controller. Raises ConfigError for what this version cannot launch."""
+    """All processes of a run but the controller. Raises ConfigError for what this version cannot launch.
+
+    `found`: what the check of other hosts found, by address; without it (to show a plan) the defaults stand.
+    """
     _require_supported(config, hosts)
-    num_local = sum(_num_busy(host) for host in hosts if is_local(host.address))
-    threads = max(1, (os.cpu_count() or 1) // max(1, num_local))
+    found = found or {}
     addresses = addresses_of(hosts)
-    processes = [_relay(address, index, hosts, url) for index, address in enumerate(addresses)]
+    processes = [_relay(address, index, hosts, url, found) for index, address in enumerate(addresses)]
     for index, host in enumerate(_role(hosts, "trainer")):
         meet = _rendezvous(_role(hosts, "trainer"), index, rendezvous_port)
-        processes.append(going_on_from(_trainer(host, index, url, meet, threads), resume, rendezvous_port))
+        processes.append(going_on_from(_trainer(host, index, url, meet), resume, rendezvous_port))
     number = 0
     for host in _role(hosts, "rollout"):
         for index in range(host.replicas):
-            process = _rollout(host, number, url, config, threads)
+            process = _rollout(host, number, url, config)
             process.environment.update(_gpus(host, index, hosts))
             processes.append(process)
             number += 1
-    if len(addresses) > 1:
-        for process in processes:
-            process.environment[HOST_VARIABLE] = process.address
-    return processes
+    for process in processes:
+        process.environment.update(_of_host(process, hosts, found))
+    return [_with_ssh(process, config) for process in processes]
+
+
+def _of_host(process: Process, hosts: list[Host], found: Mapping[str, Answer]) -> dict[str, str]:
+    """Environment that depends on the process's host: its name, where there are several, and its share of the CPUs, where known."""
+    address = process.address
+    environment = {HOST_VARIABLE: address} if len(addresses_of(hosts)) > 1 else {}
+    if is_local(address):
+        sharing, num_cpus = [host for host in hosts if is_local(host.address)], os.cpu_count() or 1
+    elif address in found:
+        sharing, num_cpus = [host for host in hosts if host.address == address], found[address].num_cpus
+    else:
+        return environment
+    num_busy = sum(map(_num_busy, sharing))
+    threads = 1 if process.role == "relay" else max(1, num_cpus // max(1, num_busy))
+    return {"OMP_NUM_THREADS": str(threads), **environment}
+
+
+def _with_ssh(process: Process, config: Config) -> Process:
+    if is_local(process.address):
+        return process
+    command = ssh.command(config.controller.ssh, process.address, process.command[0], SUPERVISOR)
+    inherits = config.task.agent_env if process.role == "rollout" else []
+    return msgspec.structs.replace(process, ssh=command, inherits=inherits)
 
 
 def _role(hosts: list[Host], role: str) -> list[Host]:
@@ -94,11 +136,17 @@ def _require_supported(config: Config, hosts: list[Host]) -> None:
             raise ConfigError(
                 f"hosts file, line {host.line}: {host.replicas} replicas of {host.tp} GPUs need more than gpus={host.gpus}"
             )
-    remote = [host.address for host in hosts if not is_local(host.address)]
-    if remote:
-        raise ConfigError(
-            f"the hosts file names {remote[0]}, which is not this machine; this version starts processes on localhost only"
-        )
+
+
+def pythons_of(address: str, hosts: list[Host]) -> list[str]:
+    """Interpreters with Laminar that run something at an address."""
+    return list(dict.fromkeys(_python(host) for host in hosts if host.address == address))
+
+
+def vllm_pythons_of(address: str, hosts: list[Host]) -> list[str]:
+    """Interpreters that run vLLM servers there."""
+    own = [host for host in hosts if host.address == address and host.engine == "vllm" and not host.url]
+    return list(dict.fromkeys(map(_vllm_python, own)))
 
 
 def _python(host: Host) -> str:
@@ -106,12 +154,13 @@ def _python(host: Host) -> str:
 
 
 def _vllm_python(host: Host) -> str:
-    """Of the environment with vLLM: named, or the one that scripts/setup-vllm makes. Raises ConfigError without one."""
+    """Of the environment with vLLM: named, or the one that scripts/setup-vllm makes. Raises ConfigError if it is not here, but
+    should be."""
     beside = [Path(sys.prefix).parent, Path(laminar.__file__).parent.parent]
     made = [str(directory / ".venv-vllm" / "bin" / "python") for directory in beside]
     named = host.python or os.environ.get("LAMINAR_VLLM_PYTHON", "")
     for python in [named] if named else made:
-        if Path(python).is_file():
+        if Path(python).is_file() or not is_local(host.address):
             return python
     if named:
         raise ConfigError(f"hosts file, line {host.line}: no Python {named} for vLLM")
@@ -129,9 +178,8 @@ def _gpus(host: Host, index: int, hosts: list[Host]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + number) for number in range(host.tp))}
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     return {
-        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -139,25 +187,40 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def _relay(address: str, index: int, hosts: list[Host], url: str) -> Process:
+def _relay(address: str, index: int, hosts: list[Host], url: str, found: Mapping[str, Answer]) -> Process:
     """One per host; where there are several they listen for their neighbours in the chain."""
     host = next(host for host in hosts if host.address == address)
     name = f"relay-{index}"
     command = [_python(host), "-m", "laminar.workers.relay", "--controller", url, "--name", name]
     if len(addresses_of(hosts)) > 1:
-        command += ["--listen", address]
-    return Process(name=name, role="relay", address=address, command=command, environment=_environment(1))
+        command += ["--listen", _links_at(address, hosts, url, found)]
+    return Process(name=name, role="relay", address=address, command=command, environment=_environment())
 
 
 def _rendezvous(trainers: list[Host], index: int, port: int) -> list[str]:
     """How torchrun on one host finds that on the others."""
     if len(trainers) == 1:
-        return ["--standalone"]
+        return ["--standalone", LOCAL_ADDRESS]
     first = trainers[0].address
     return [f"--nnodes={len(trainers)}", f"--node-rank={index}", f"--master-addr={first}", f"--master-port={port}"]
 
 
-def _trainer(host: Host, index: int, url: str, rendezvous: list[str], threads: int) -> Process:
+def _links_at(address: str, hosts: list[Host], url: str, found: Mapping[str, Answer]) -> str:
+    """Where the relays of other hosts reach that of this one. Of this machine, if there are others: where workers reach us."""
+    named = listen_of(address, hosts)
+    if named or (is_local(address) and all(is_local(host.address) for host in hosts)):
+        return named or address
+    if is_local(address):
+        return urlsplit(url).hostname or address
+    return (found[address].listen if address in found else "") or address
+
+
+def listen_of(address: str, hosts: list[Host]) -> str:
+    """``listen=`` of the first line of a host that has it; else empty."""
+    return next((host.listen for host in hosts if host.address == address and host.listen), "")
+
+
+def _trainer(host: Host, index: int, url: str, rendezvous: list[str]) -> Process:
     name = f"trainer-{index}"
     command = [
         _python(host), "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={host.ranks}",
@@ -168,7 +231,7 @@ def _trainer(host: Host, index: int, url: str, rendezvous: list[str], threads: i
         role="trainer",
         address=host.address,
         command=command,
-        environment=_environment(threads),
+        environment=_environment(),
         num_workers=host.ranks,
     )
 
@@ -184,7 +247,7 @@ def going_on_from(trainer: Process, checkpoint: Path | None, rendezvous_port: in
     return msgspec.structs.replace(trainer, command=command)
 
 
-def _rollout(host: Host, number: int, url: str, config: Config, threads: int) -> Process:
+def _rollout(host: Host, number: int, url: str, config: Config) -> Process:
     name = f"rollout-{number}"
     concurrent = host.max_concurrent or config.rollout.max_concurrent
     command = [
@@ -201,15 +264,17 @@ def _rollout(host: Host, number: int, url: str, config: Config, threads: int) ->
         role="rollout",
         address=host.address,
         command=command,
-        environment=_environment(threads),
+        environment=_environment(),
     )
 
 
 def describe(processes: list[Process]) -> str:
-    """The plan for people: one block per process, its command as it can be typed."""
+    """The plan for people: one block per process, its commands as they can be typed."""
     lines = []
     for process in processes:
         environment = " ".join(f"{key}={value}" for key, value in process.environment.items())
         lines.append(f"{process.name:<12} {process.role:<8} on {process.address}")
+        if process.ssh:
+            lines.append(f"    {shlex.join(process.ssh)}")
         lines.append(f"    {environment} {shlex.join(process.command)}")
     return "\n".join(lines)

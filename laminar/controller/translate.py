@@ -89,7 +89,7 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     wire.CheckpointSaved: lambda m, o: events.CheckpointSaved(step=m.step),
     wire.CheckpointFailed: lambda m, o: events.CheckpointFailed(step=m.step, reason=m.reason),
     wire.RelayReady: lambda m, o: events.RelayJoined(
-        worker=o.worker, incarnation=o.incarnation, host=o.host, chain_port=m.chain_port
+        worker=o.worker, incarnation=o.incarnation, host=o.host, chain_port=m.chain_port, chain_host=m.chain_host
     ),
     wire.VersionReady: lambda m, o: events.VersionReady(
         worker=o.worker, version=m.version, digest=m.digest, num_bytes=m.num_bytes

@@ -248,6 +248,8 @@ class RelayJoined(Event, frozen=True, kw_only=True):
     """Weights flow through the relays of a rack one after the other."""
     chain_port: int = 0
     """Where it listens for its neighbours, for the shell; 0 = it is the only one."""
+    chain_host: str = ""
+    """Address of that; empty = `host`."""
 
 
 class VersionReady(Event, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ class RelayReady(Message, frozen=True, kw_only=True):
     """The relay's directory under /dev/shm; `relay.sock` and the slots lie there."""
     chain_port: int = 0
     """Where the neighbour upstream connects on this host; 0 = it takes part in no chain."""
+    chain_host: str = ""
+    """The host as its neighbour reaches it; empty = as the hosts file names it."""
 
 
 class VersionReady(Message, frozen=True, kw_only=True):

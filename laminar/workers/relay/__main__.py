@@ -166,16 +166,17 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
 
 async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argparse.Namespace) -> None:
     assert link.config is not None
-    port = 0
+    host, port = "", 0
     if arguments.listen is not None:
         place = _place(arguments, link.config.relay)
+        host = place.host
         port = server.join_chain(
             place,
             lambda peer, epoch: link.send(LinkBroken(peer=peer, epoch=epoch)),
             lambda peer, epoch: link.send(LinkSlow(peer=peer, epoch=epoch)),
         )
         server.versions.on_unusable = lambda reason: link.send(WorkerFailed(reason=reason))
-    link.send(RelayReady(directory=str(server.directory), chain_port=port))
+    link.send(RelayReady(directory=str(server.directory), chain_port=port, chain_host=host))
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
             server.arrange(order.epoch, order.upstream, order.downstream, order.num_relays)

@@ -345,7 +345,7 @@ class Application:
 
     def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
         workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]
-        ending = _ending(code, self._processes[name])
+        ending = _ending(code, self._processes.get(name))
         rank, last_lines = root_cause(last_lines)
         ending += f" because rank {rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
@@ -404,9 +404,9 @@ def _count(workers: set[WorkerId] | set[str], process: str) -> int:
     return sum(worker == process or worker.startswith(f"{process}/") for worker in workers)
 
 
-def _ending(code: int | None, process: Process) -> str:
+def _ending(code: int | None, process: Process | None) -> str:
     if code is None:
         return "ended"
-    if code == LOST and process.ssh:
+    if code == LOST and process is not None and process.ssh:
         return f"lost the ssh connection to {process.address}"
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

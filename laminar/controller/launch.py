@@ -58,7 +58,9 @@ Child = asyncio.subprocess.Process | Adopted | RemoteProcess
 
 
 class Launcher:
-    """Owns the child processes. `environment`: of all of them. `survive_s`: how long one on another host may outlive its connection."""
+    """Owns the child processes. `environment`: of all of them. `survive_s`: how long one on another host may outlive its
+    connection.
+    """
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class Launcher:
         """Take over what lives of this run on this machine; the names of these processes."""
         found = {process.pid: process for process in processes.marked({TOKEN: self._token})}
         for process in found.values():
-            with contextlib.suppress(psutil.Error, OSError):
+            with contextlib.suppress(psutil.Error, OSError, KeyError):
                 if process.ppid() not in found:
                     self._own(process.environ()[NAME], Adopted(process.pid))
         return self.alive

@@ -175,6 +175,7 @@ async def test_processes_of_several_hosts_start_at_once_and_the_first_failure_is
 
 async def test_the_token_is_in_no_argument_here_or_there(world: World) -> None:
     child = await world.start(SLEEP)
+    await world.ready()  # before its exec it has the environment of whoever forked it
     client = psutil.Process(world.launcher._children["rollout-0"].pid)
     token = child.environ()["LAMINAR_TOKEN"]
     assert token == world.launcher._token

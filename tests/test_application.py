@@ -128,23 +128,39 @@ async def test_the_token_reaches_the_workers_and_no_argument_log_or_file(
     assert not [path for path in files if token.encode() in path.read_bytes()]
 
 
-async def test_a_full_disk_ends_the_run_with_what_to_do_and_leaves_nothing(
+def break_the_disk(application: Application, error: OSError) -> None:
+    def broken() -> None:
+        raise error
+
+    application._log._before_commit = broken
+    application._tokens.sync = broken  # type: ignore[method-assign]
+    application._post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
+
+
+async def test_a_broken_disk_ends_the_run_with_what_to_do_and_leaves_nothing(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    application = world.application()
+    error = OSError(5, "Input/output error")
+    assert await run(application, lambda: break_the_disk(application, error)) == 1
+    out = capsys.readouterr().out
+    assert f"the run failed: the event log {world.run / 'run.db'} cannot be written:" in out
+    assert "Input/output error; mend its disk or make room, then resume" in out
+    world.check_nothing_is_left(application)
+
+
+async def test_a_disk_that_is_full_when_the_run_is_stopped_ends_it_with_what_is_lost(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     application = world.application()
 
-    def fill_the_disk() -> None:
-        def full() -> None:
-            raise OSError(28, "No space left on device")
+    def fill_and_stop() -> None:
+        break_the_disk(application, OSError(28, "No space left on device"))
+        application._post(events.StopRequested(reason="stopped by SIGINT"))
 
-        application._log._before_commit = full
-        application._tokens.sync = full  # type: ignore[method-assign]
-        application._post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
-
-    assert await run(application, fill_the_disk) == 1
+    assert await run(application, fill_and_stop) == 1
     out = capsys.readouterr().out
-    assert f"the run failed: the event log {world.run / 'run.db'} cannot be written:" in out
-    assert "No space left on device; make room on its disk, then resume" in out
+    assert "cannot be written: [Errno 28] No space left on device" in out
     world.check_nothing_is_left(application)
 
 

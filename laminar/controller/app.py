@@ -299,7 +299,7 @@ class Application:
     def _unwritable(self) -> actions.FinishRun:
         reason = (
             f"the event log {self._run.database} cannot be written: {self._log.failure}; "
-            "make room on its disk, then resume from the last checkpoint"
+            "mend its disk or make room, then resume"
         )
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 

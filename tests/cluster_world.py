@@ -27,6 +27,7 @@ from laminar.channel import Session
 from laminar.config import Config, ControllerConfig, RelayConfig
 from laminar.controller.translate import Origin
 from laminar.core import actions, events, versions
+from laminar.core.relay_records import Relay
 from laminar.errors import LaminarError
 from laminar.ids import Version, WorkerId
 from laminar.workers.relay import paths
@@ -190,10 +191,18 @@ class Cluster(Driver):
                 self._changed.clear()
 
     async def converged(self, version: Version) -> None:
-        """Wait until every relay that is left holds the version; its bytes are compared then."""
-        await self.until(lambda: all(version in relay.held for relay in self.core.state.relays.values()))
+        """Wait until every relay that is left holds the version, or a newer one, for which one between is skipped; its bytes are
+        compared then."""
+        await self.until(lambda: all(self._held(relay, version) for relay in self.core.state.relays.values()))
         for member in self.order:
-            assert await asyncio.to_thread(member.holds, version), f"{member.name} holds other bytes"
+            held = self._held(self.core.state.relays[member.worker], version)
+            assert held is not None
+            assert await asyncio.to_thread(member.holds, held), f"{member.name} holds other bytes"
+
+    def _held(self, relay: Relay, version: Version) -> Version | None:
+        """What the relay has of the version or after it."""
+        state = self.core.state
+        return next((held for held in relay.held if held == version or versions.is_newer(state, held, version)), None)
 
     async def flows(self, member: Member, version: Version) -> None:
         """Wait until some of the version is in that relay."""

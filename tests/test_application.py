@@ -56,7 +56,7 @@ class World:
         return self.directory / "runs" / "mine"
 
     def check_nothing_is_left(self, application: Application) -> None:
-        assert application._launcher.alive == []
+        assert application._crew.launcher.alive == []
         assert not [p for p in psutil.process_iter() if str(self.directory) in " ".join(command_of(p))]
         assert not paths.shm_directory(application._log.run_id).exists()
         assert not (self.run / "token").exists()
@@ -87,8 +87,8 @@ async def run(application: Application, when_started: Callable[[], None]) -> int
 
 
 def has_started(application: Application) -> bool:
-    launcher = getattr(application, "_launcher", None)
-    return launcher is not None and 0 < len(application._processes) == len(launcher._children)
+    crew = getattr(application, "_crew", None)
+    return crew is not None and 0 < len(crew.processes) == len(crew.launcher._children)
 
 
 async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(

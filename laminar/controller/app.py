@@ -23,14 +23,14 @@ from laminar.config import Config
 from laminar.controller import recovery
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
+from laminar.controller.crew import Crew
 from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
-from laminar.controller.intake import Intake, indent
-from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import RENDEZVOUS_PORT, Process, addresses_of, going_on_from, plan
+from laminar.controller.intake import Intake
+from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
-from laminar.controller.rundir import RunDirectory, complete_checkpoints, last_port, last_token, write_token, write_url
+from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
 from laminar.controller.segments import Past
 from laminar.controller.server import Server
@@ -38,13 +38,13 @@ from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.core import actions, events, fleet, outage
+from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.errors import StartError
 from laminar.hosts import Host, is_local
 from laminar.ids import WorkerId
-from laminar.remote import LOST, Answer
+from laminar.remote import Answer
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.relay import paths
 
@@ -79,7 +79,6 @@ class Application:
         self._history = recovery.read(run.database) if continues else None
         self._began = time.monotonic()
         self._interrupts = 0
-        self._processes: dict[str, Process] = {}
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -139,9 +138,6 @@ class Application:
             heartbeat_s=config.controller.heartbeat_s,
             timeout_s=config.controller.heartbeat_timeout_s,
         )
-        rendezvous = {wire.RENDEZVOUS_VARIABLE: str(run.url)}
-        survive_s = config.controller.heartbeat_timeout_s + config.controller.orphan_timeout_s
-        self._launcher = Launcher(run.logs, token, self._on_exit, rendezvous, survive_s)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(
@@ -153,11 +149,23 @@ class Application:
             checkpoints=run.checkpoints,
             keep_last=config.trainer.keep_last,
             sampler=self._sampler,
-            stop_process=self._launcher.give_up,
-            start_process=lambda worker: self._runtime.own(self._start_again(worker), f"start-{worker}"),
+            stop_process=lambda worker: self._crew.launcher.give_up(worker),
+            start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
         )
         self._intake = Intake(self._runtime, self._log, self._tokens, self._telemetry, self._effects.perform)
+        self._crew = Crew(
+            config=config,
+            hosts=self._hosts,
+            run=run,
+            resume=self._resume,
+            found=self._found,
+            token=token,
+            runtime=self._runtime,
+            channels=self._channels,
+            joined=self._intake.joined,
+            say=self._display.say,
+        )
         self._connect()
         if self._history is not None:
             recovery.replay(self._history, core, self._channels, self._effects, past)
@@ -190,7 +198,6 @@ class Application:
         self._server.status = self._status
 
     async def _start(self) -> None:
-        config = self._config
         self._log.start(self._channels.acknowledge)
         self._runtime.start()
         url = await self._listen()
@@ -198,10 +205,7 @@ class Application:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        processes = plan(config, self._hosts, url, self._resume, self._found, self._rendezvous_port())
-        self._display.say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
-        self._processes = {process.name: process for process in processes}
-        await self._launcher.start_all(self._adopt() if self._history is not None else processes)
+        await self._crew.start(url, continues=self._history is not None)
 
     async def _listen(self) -> str:
         """The URL: where the controller before this one listened, if that can be had, so that its workers find it."""
@@ -228,54 +232,6 @@ class Application:
         )
         return events.ControllerRestarted(boot=self._boot, away_s=away_s)
 
-    def _adopt(self) -> list[Process]:
-        """Take over the processes that live; those that have to be started, because they do not."""
-        state, to_start = self._runtime.core.state, []
-        alive = self._launcher.adopt()
-        for name, process in self._processes.items():
-            self._intake.joined.update(outage.workers_of(state, name))
-            what = "nothing" if name in alive else outage.what_to_do(state, name)
-            others_live = process.role == "trainer" and any(self._processes[n].role == "trainer" for n in alive)
-            if what == "start" and not others_live:
-                to_start.append(process)
-            elif what != "nothing":  # a node of a trainer whose others run cannot be started alone
-                for worker, incarnation in (outage.workers_of(state, name) or {WorkerId(name): 0}).items():
-                    reason = "its process ended while no controller watched it"
-                    self._post(events.WorkerLost(worker=worker, incarnation=incarnation, reason=reason))
-        return to_start
-
-    async def _start_again(self, worker: WorkerId) -> None:
-        process = self._processes.get(worker)
-        try:
-            if process is None:
-                raise StartError("it was not started by this controller")
-            if process.role == "trainer":
-                await self._start_trainer_again()
-            else:
-                await self._launcher.start(process)
-            self._display.say(f"{worker} is started again")
-        except StartError as error:
-            self._post(events.WorkerLost(worker=worker, incarnation=0, reason=str(error)))
-
-    async def _start_trainer_again(self) -> None:
-        """On all its hosts, after what may be left of it there."""
-        complete = complete_checkpoints(self._run.checkpoints)
-        checkpoint = complete[-1] if complete else self._resume
-        port = self._rendezvous_port()
-        trainers = [process for process in self._processes.values() if process.role == "trainer"]
-        for process in trainers:
-            self._launcher.give_up(process.name)
-        for process in trainers:
-            await self._launcher.start(going_on_from(process, checkpoint, port))
-
-    def _rendezvous_port(self) -> int:
-        """A free one, if the first trainer host is this machine: several runs may share it."""
-        first = next(host.address for host in self._hosts if host.role == "trainer")
-        if not is_local(first):
-            return RENDEZVOUS_PORT
-        with socket.create_server((first, 0)) as probe:
-            return int(probe.getsockname()[1])
-
     # ---- while it runs -------------------------------------------------------------------------------------
 
     async def _wait(self) -> actions.FinishRun:
@@ -288,7 +244,7 @@ class Application:
                 return self._unwritable()
             if deadline and time.monotonic() > deadline:
                 deadline = 0.0
-                self._check_started()
+                self._crew.check_started()
         if self._log.failure is not None:
             return self._unwritable()
         if error := finished.exception():
@@ -302,20 +258,6 @@ class Application:
             "mend its disk or make room, then resume"
         )
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
-
-    def _check_started(self) -> None:
-        missing = [name for name, p in self._processes.items() if not self._has_joined(name, p.num_workers)]
-        if missing:
-            lines = self._launcher.last_lines(missing[0])
-            timeout_s = self._config.controller.start_timeout_s
-            self._post(
-                events.FailureReported(
-                    reason=f"{missing[0]} did not join within {timeout_s:g} s; its last lines:\n{indent(lines)}"
-                )
-            )
-
-    def _has_joined(self, name: str, count: int) -> bool:
-        return _count(self._intake.joined, name) >= count
 
     def _post(self, event: events.AnyEvent) -> int:
         return self._runtime.post(event)
@@ -343,17 +285,6 @@ class Application:
             self._display.say("the disk takes everything again")
         self._post(events.StorageRecovered() if reason is None else events.StorageFailed(reason=reason))
 
-    def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
-        workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]
-        ending = _ending(code, self._processes.get(name))
-        rank, last_lines = root_cause(last_lines)
-        ending += f" because rank {rank}" if rank else ""
-        reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
-        for channel in workers:
-            self._post(events.WorkerLost(worker=channel.worker, incarnation=channel.incarnation, reason=reason))
-        if not workers:
-            self._post(events.WorkerLost(worker=WorkerId(name), incarnation=0, reason=reason))
-
     def _on_drain(self, worker: WorkerId) -> str:
         refusal = fleet.why_not_drained(self._runtime.core.state, worker)
         self._post(events.DrainRequested(worker=worker))
@@ -365,7 +296,7 @@ class Application:
             self._display.say(f"{name}: finishing the step and saving a checkpoint; once more to stop at once")
             self._post(events.StopRequested(reason=f"stopped by {name}"))
             return
-        self._launcher.kill()
+        self._crew.launcher.kill()
         self._leave_nothing()
         os._exit(EXIT_INTERRUPTED)
 
@@ -379,10 +310,7 @@ class Application:
         for role in ("rollout", "trainer", "relay"):
             for worker in self._channels.workers(role):
                 self._channels.stop(worker, "the run is over")
-        connected = {channel.worker for channel in self._channels.all()}
-        await self._launcher.stop(
-            {name for name, p in self._processes.items() if _count(connected, name) >= p.num_workers}
-        )
+        await self._crew.stop()
         await self._runtime.close()
         await self._server.close()
         self._leave_nothing()
@@ -398,15 +326,3 @@ class Application:
             if is_local(host) or not host:
                 paths.remove(paths.shm_directory(self._log.run_id, host=host))
         self._run.token.unlink(missing_ok=True)
-
-
-def _count(workers: set[WorkerId] | set[str], process: str) -> int:
-    return sum(worker == process or worker.startswith(f"{process}/") for worker in workers)
-
-
-def _ending(code: int | None, process: Process | None) -> str:
-    if code is None:
-        return "ended"
-    if code == LOST and process is not None and process.ssh:
-        return f"lost the ssh connection to {process.address}"
-    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

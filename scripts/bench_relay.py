@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
+from bench.bare_chain import broadcasts  # noqa: E402
 from chain_world import Relay, arrange, manifest_of  # noqa: E402
 from netns_relays import GLOO, MIB  # noqa: E402
 
@@ -116,6 +117,13 @@ class Bench:
             with chained[-1].client.lease() as lease:
                 lease.verify()
 
+    def bare(self, num_relays: int) -> None:
+        """Processes that only receive and send on."""
+        pairs = [(self.copy(), seconds) for seconds in broadcasts(self.source, num_relays, self.rounds)]
+        self.row(
+            f"bare sockets in a chain of {num_relays}", [seconds for _, seconds in pairs], [copy for copy, _ in pairs]
+        )
+
     def star(self, num_relays: int) -> None:
         """The master sends to one relay after another."""
         with relays(num_relays, "tcp") as (master, *others):
@@ -197,6 +205,7 @@ def main() -> int:
     for transport in options.transports:
         for num_relays in options.relays:
             bench.chain(num_relays, transport)
+    bench.bare(max(options.relays))
     bench.star(max(options.relays))
     if not options.no_gloo:
         bench.gloo(max(options.relays))

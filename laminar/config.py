@@ -228,6 +228,9 @@ class RelayConfig(Section, frozen=True, kw_only=True):
 
     slots: int = 3
     """Version slots in shared memory: newest, incoming, one more."""
+    old_versions_share: float = 0.2
+    """Memory for old versions that still have trajectories, as deltas to newer ones, at most this share of one version's bytes;
+    0 = what has no slot any more is gone (docs/relays.md)."""
     restarts: int = 2
     """How often a lost relay is started again. Replicas go on with the weights that they hold; the trainer's present ones are
     published to the new process. 0 = the loss of the relay ends the run."""

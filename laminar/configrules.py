@@ -250,6 +250,10 @@ def _relay_rules(c: Config) -> _Rules:
             c.relay.link_timeout_s < 0.2,
             f"relay.link_timeout_s = {c.relay.link_timeout_s}: at least 0.2 (signs of life come every 0.1 s)",
         ),
+        (
+            not 0 <= c.relay.old_versions_share <= 1,
+            f"relay.old_versions_share = {c.relay.old_versions_share}: between 0 and 1",
+        ),
         (c.relay.slots < 2, f"relay.slots = {c.relay.slots}: at least 2 (newest and incoming)"),
         (
             not 0 <= c.relay.chunk_mib <= 64,

@@ -12,9 +12,9 @@ from laminar.ids import Version
 from laminar.workers.relay.digest import DIGEST_BYTES, combine, digest, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest, TensorSpec
 from laminar.workers.relay.protocol import RelayError
-from laminar.workers.relay.ranges import pack
+from laminar.workers.relay.ranges import check_manifest, pack
 from laminar.workers.relay.slot_files import SlotFiles
-from laminar.workers.relay.slots import OUTCOMES_KEPT, UPSTREAM, Slot, SlotState, SlotTable, check_manifest
+from laminar.workers.relay.slots import OUTCOMES_KEPT, UPSTREAM, Slot, SlotState, SlotTable
 
 MANIFEST = Manifest.plan([("embed", "float32", (5, 3), 4), ("head", "bfloat16", (7,), 2)])
 

@@ -232,8 +232,17 @@ def test_a_replica_that_pulls_the_old_version_continues_what_the_last_of_that_ve
     assert (counts.relay > 0, counts.restarted, dropped(world)) == (True, 0, set())
 
 
+def test_with_two_slots_it_is_continued_from_a_delta(monkeypatch):
+    monkeypatch.setattr(relays, "SLOTS", 2)
+    world = hosts()
+    crash_the_only_holder(world, PLAN, recycled=False)
+    counts = world.core.state.num_failovers
+    assert (counts.relay > 0, counts.restarted, dropped(world)) == (True, 0, set())
+
+
 def test_what_no_relay_holds_any_more_starts_again_and_says_so(monkeypatch):
     monkeypatch.setattr(relays, "SLOTS", 2)
+    monkeypatch.setattr(relays, "DELTAS_MAX", 0)
     world = hosts()
     crash_the_only_holder(world, PLAN, recycled=True)
     counts = world.core.state.num_failovers

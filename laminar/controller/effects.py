@@ -100,6 +100,7 @@ class Effects:
             actions.StartTrainStep: self._train,
             actions.PublishVersion: self._publish,
             actions.ArrangeChain: self._arrange_chain,
+            actions.RetainVersions: self._retain,
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
             actions.RecordTrajectories: self._record,
@@ -193,6 +194,9 @@ class Effects:
                     epoch=action.epoch, upstream=upstream, downstream=downstream, num_relays=len(action.order)
                 )
                 self._channels.send(worker, place, action.cause)
+
+    def _retain(self, action: actions.RetainVersions) -> None:
+        self._channels.send(action.worker, wire.RetainVersions(versions=action.versions), action.cause)
 
     def _train(self, action: actions.StartTrainStep) -> None:
         rows = [

@@ -13,7 +13,8 @@
 
 The others are done when handed over. Of these, `ArrangeChain` tells the relays their neighbours and the trainer its master; what
 becomes of it is told by `VersionHeld`, `LinkBroken` and `LinkSlow`, of any later epoch. A chain of one relay has no links, and its
-trainer finds it on its own host: nobody needs a message. `cause` is the seq of the event that led to the action.
+trainer finds it on its own host: nobody needs a message. What a relay does not keep, `RetainVersions`
+notwithstanding, is told by `VersionDropped`. `cause` is the seq of the event that led to the action.
 """
 
 from typing import ClassVar, Literal
@@ -117,6 +118,13 @@ class ArrangeChain(Action, frozen=True, kw_only=True):
     """First of the order: versions are published to it."""
 
 
+class RetainVersions(Action, frozen=True, kw_only=True):
+    """The relay keeps these versions as long as it can, and no other old ones."""
+
+    worker: WorkerId
+    versions: list[Version]
+
+
 class SaveCheckpoint(Action, frozen=True, kw_only=True):
     """Save the trainer as of `step`, with what a resumed run needs to know."""
 
@@ -177,6 +185,6 @@ class FinishRun(Action, frozen=True, kw_only=True):
 
 
 AnyAction = (
-    StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | SaveCheckpoint
-    | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | FinishRun
+    StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | RetainVersions
+    | SaveCheckpoint | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | FinishRun
 )  # fmt: skip

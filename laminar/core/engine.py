@@ -22,6 +22,7 @@ from laminar.core import (
     recovery,
     refresh,
     relays,
+    retention,
     snapshot,
     storage,
     story,
@@ -276,7 +277,10 @@ def _settle(turn: Turn) -> None:
     while progressed and not state.finished:
         evaluation.plan(turn)
         failover.plan(turn)
-        refresh.review(turn)
+        if state.review_due:
+            state.review_due = False
+            refresh.review(turn)
+            retention.review(turn)
         progressed = _run_pass(turn, "refresh")
         moves.check(turn)
         progressed |= _run_pass(turn, "repack")

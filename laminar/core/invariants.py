@@ -107,6 +107,9 @@ def _check_relays(state: State) -> None:
     for relay in state.relays.values():
         known = [order.index(version) for version in relay.held if version in order]
         assert known == sorted(set(known)), f"{relay.id} holds {relay.held}: not in publication order"
+        assert state.finished or set(relay.retained) <= set(relay.held), (
+            f"{relay.id} keeps {relay.retained} of {relay.held}"
+        )
     for record in state.versions:
         held = any(record.version in relay.held for relay in state.relays.values())
         assert record.ready == held, f"{record.version}: ready {record.ready}, held by a relay {held}"

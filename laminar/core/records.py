@@ -371,7 +371,7 @@ class State(msgspec.Struct, kw_only=True):
     may_have_aged: bool = False
     """A group began again, or the trainer was restored: live groups may be older than when they were admitted."""
     review_due: bool = False
-    """The fleet or the newest version has changed since `draining_to_refresh` was chosen."""
+    """The fleet or the versions held have changed since it was chosen who drains to refresh and which relays keep what."""
     storage_failure: str = ""
     """Why nothing can be written; empty = the disk works."""
     stop_by: float = 0.0

@@ -47,11 +47,10 @@ def _begins_local_batch(turn: Turn, replica: Replica) -> bool:
 
 
 def review(turn: Turn) -> None:
-    """Choose the superseded replicas that drain, if the fleet or the newest version has changed since the last time."""
+    """Choose the superseded replicas that drain: when the fleet or the newest version has changed since the last time."""
     state = turn.state
-    if not state.review_due or turn.settings.refresh_policy == "batch":
+    if turn.settings.refresh_policy == "batch":
         return
-    state.review_due = False
     behind = _behind(turn)
     num = _num_draining(turn, behind)
     state.draining_to_refresh = dict.fromkeys(replica.id for replica, _ in behind[:num])

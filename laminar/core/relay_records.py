@@ -16,6 +16,8 @@ class Relay(msgspec.Struct, kw_only=True):
     rack: str = ""
     held: list[Version] = []
     """Versions that it holds completely and verified, in publication order."""
+    retained: list[Version] = []
+    """What it was told to keep of these (`laminar.core.retention`)."""
     slow_since: int = 0
     """Seq of the event that told that its link holds the chain up; 0 = it does not."""
     called_slow: bool = False

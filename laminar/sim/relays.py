@@ -4,7 +4,8 @@
 
 A relay that lacks the newest version of the nearest complete relay before it receives that, cut-through: for the last M·b seconds
 before it is complete it receives at line rate. A new epoch lets every relay go on from the byte it has. Each has SLOTS version
-slots and recycles the oldest that nobody reads. Invariants, checked: epochs grow; a replica pulls only what its relay holds.
+slots and recycles the oldest that nobody reads; what the core wants kept it has as a delta then, DELTAS_MAX versions at most, and
+rebuilds it for a pull. Invariants, checked: epochs grow; a replica pulls only what its relay holds.
 """
 
 from collections import Counter
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from laminar.sim.world import World
 
 SLOTS = 3  # newest, incoming, one more
+DELTAS_MAX = 3  # a fifth of a version's bytes, of which each takes a fifteenth
+REBUILD_BYTES_PER_S = 1e9  # by one core
 HOSTS_PER_RACK = 4
 RECONNECT_S = 0.2  # neighbours of a new epoch connect and say from which byte to go on
 PROGRESS_TIMEOUT_S = 0.5  # no byte for so long while bytes are due: the link is broken, or slow
@@ -47,6 +50,10 @@ class Daemon:
     incarnation: int
     held: list[Version] = field(default_factory=list)
     """In order of publication."""
+    retained: list[Version] = field(default_factory=list)
+    """What the core wants kept."""
+    deltas: dict[Version, None] = field(default_factory=dict)
+    """Of `held`: those without a slot."""
     readers: Counter[Version] = field(default_factory=Counter)
     receiving: Reception | None = None
     slowness: float = 1.0
@@ -69,7 +76,10 @@ class Relays:
         self._publications: dict[Version, int] = {}
         self._epoch = 0
         self._reported = -1
-        self.answers: dict[type, Callable[..., None]] = {actions.ArrangeChain: self._on_arrange_chain}
+        self.answers: dict[type, Callable[..., None]] = {
+            actions.ArrangeChain: self._on_arrange_chain,
+            actions.RetainVersions: self._on_retain,
+        }
 
     def begin(self) -> None:
         """The trainer's relay joins first, then those of the rollout hosts."""
@@ -151,6 +161,8 @@ class Relays:
         if daemon is None:
             return seconds  # it has just died; what is mapped can be read to its end
         assert action.version in daemon.held, f"{action.worker} pulls {action.version}, its relay has {daemon.held}"
+        if action.version in daemon.deltas:
+            return seconds + self.world.cluster.model.weight_bytes / REBUILD_BYTES_PER_S
         daemon.readers[action.version] += 1
 
         def release() -> None:
@@ -161,14 +173,35 @@ class Relays:
 
     def _make_room(self, daemon: Daemon) -> bool:
         """A free slot, if need be the oldest version's that nobody reads. Never the newest."""
-        if len(daemon.held) + (daemon.receiving is not None) < SLOTS:
+        slotted = [version for version in daemon.held if version not in daemon.deltas]
+        if len(slotted) + (daemon.receiving is not None) < SLOTS:
             return True
-        idle = [version for version in daemon.held[:-1] if not daemon.readers[version]]
+        idle = [version for version in slotted[:-1] if not daemon.readers[version]]
         if not idle:
             return False
-        daemon.held.remove(idle[0])
-        self.world.send(events.VersionDropped(worker=daemon.worker, version=idle[0]))
+        if idle[0] in daemon.retained and len(daemon.deltas) < DELTAS_MAX:
+            daemon.deltas[idle[0]] = None
+        else:
+            self._drop(daemon, idle[0])
         return True
+
+    def _drop(self, daemon: Daemon, version: Version) -> None:
+        daemon.held.remove(version)
+        daemon.deltas.pop(version, None)
+        self.world.send(events.VersionDropped(worker=daemon.worker, version=version))
+
+    def _on_retain(self, action: actions.RetainVersions) -> None:
+        daemon = self.daemons.get(action.worker)
+        if daemon is None:
+            return
+        daemon.retained = action.versions
+
+        def drop() -> None:
+            if self.daemons.get(daemon.worker) is daemon:
+                for version in [version for version in daemon.deltas if version not in daemon.retained]:
+                    self._drop(daemon, version)
+
+        self.world.after(0.0, drop)
 
     def _take_in(self, daemon: Daemon, version: Version) -> None:
         daemon.held.append(version)

@@ -81,5 +81,11 @@ class ArrangeChain(Message, frozen=True, kw_only=True):
     """Of the whole chain; 0: not told."""
 
 
+class RetainVersions(Message, frozen=True, kw_only=True):
+    """Keep these old versions for as long as can be, as deltas where a slot is needed for a newer one; and no others."""
+
+    versions: list[Version]
+
+
 FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken | LinkSlow
-ToRelay = ArrangeChain
+ToRelay = ArrangeChain | RetainVersions

@@ -19,7 +19,7 @@ import structlog
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.logs import Lossy
-from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, Stop, VersionLost, WorkerFailed
+from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, RetainVersions, Stop, VersionLost, WorkerFailed
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import Place
@@ -104,7 +104,8 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def _serve_alone(arguments: argparse.Namespace) -> int:
     directory = paths.create(arguments.run_id, run_directory="")
-    server = RelayServer(Versions(directory, arguments.slots or 3, _log_event))
+    share = RelayConfig().old_versions_share
+    server = RelayServer(Versions(directory, arguments.slots or 3, _log_event, old_versions_share=share))
 
     async def for_ever() -> None:
         if arguments.listen is not None:
@@ -152,7 +153,10 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         assert link.config is not None
         run = link.config.run
         directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
-        versions = Versions(directory, arguments.slots or link.config.relay.slots, link.send)
+        config = link.config.relay
+        versions = Versions(
+            directory, arguments.slots or config.slots, link.send, old_versions_share=config.old_versions_share
+        )
         server = RelayServer(versions)
         await _serve(server, partial(_until_told_to_stop, link, server, arguments))
     except LaminarError as error:
@@ -180,6 +184,8 @@ async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argpar
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
             server.arrange(order.epoch, order.upstream, order.downstream, order.num_relays)
+        elif isinstance(order, RetainVersions):
+            server.versions.old.want(order.versions)
 
 
 async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:

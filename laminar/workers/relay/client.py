@@ -34,10 +34,12 @@ from laminar.workers.relay import protocol
 from laminar.workers.relay.digest import digest
 from laminar.workers.relay.manifest import Manifest, Snapshot
 from laminar.workers.relay.protocol import RelayError, Status
+from laminar.workers.relay.slot_files import slot_name
 
 __all__ = ["Lease", "RelayClient", "RelayError", "Status"]
 
 CONNECT_RETRY_S = 0.02
+REBUILD_BYTES_PER_S = 64 << 20  # a tenth of what one core does
 PREFAULT_BYTES_PER_S = 64 << 20  # slowest first touch seen was 230 MiB/s; the first publication waits for it
 
 _Reply = TypeVar("_Reply", bound=protocol.Reply)
@@ -130,7 +132,7 @@ class RelayClient:
         connection = _Connection(self.directory, self._timeout_s)
         try:
             request = protocol.Acquire(version=version, wait_s=wait_s)
-            leased = connection.ask(request, protocol.Leased, self._timeout_s + wait_s)
+            leased = connection.ask(request, protocol.Leased, self._timeout_s + wait_s + self._rebuilding_s())
             lease = Lease(connection, leased, self._timeout_s)
         except BaseException:
             connection.close()
@@ -143,6 +145,10 @@ class RelayClient:
         """Give a relay that stands alone its place in a chain of so many (0: not told). Raises RelayError."""
         place = protocol.Arrange(epoch=epoch, upstream=upstream, downstream=downstream, num_relays=num_relays)
         self._ask(place, protocol.Done)
+
+    def retain(self, versions: list[Version]) -> None:
+        """Have a relay that stands alone keep these old versions, and no others. Raises RelayError."""
+        self._ask(protocol.Retain(versions=versions), protocol.Done)
 
     def status(self) -> Status:
         """Slots, their states, leases and bytes, now. Raises RelayError."""
@@ -177,6 +183,13 @@ class RelayClient:
         finally:
             if self._connection.broken:
                 self._hang_up()
+
+    def _rebuilding_s(self) -> float:
+        """What it may take the relay to make an old version of its delta."""
+        try:
+            return (self.directory / slot_name(0)).stat().st_size / REBUILD_BYTES_PER_S
+        except OSError:
+            return 0.0  # there are no slots yet
 
     def _map(self, file: str, num_bytes: int) -> mmap.mmap:
         """The slot, mapped once per connection: a second mapping would fault all its pages in again."""

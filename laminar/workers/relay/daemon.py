@@ -28,7 +28,9 @@ from laminar.workers.relay import protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
 from laminar.workers.relay.flow import Flow
+from laminar.workers.relay.old_versions import OldVersions
 from laminar.workers.relay.protocol import RelayError
+from laminar.workers.relay.slot_files import slot_name
 from laminar.workers.relay.slots import Slot
 from laminar.workers.relay.versions import Versions
 
@@ -190,6 +192,9 @@ class RelayServer:
             case protocol.Arrange():
                 self.arrange(request.epoch, request.upstream, request.downstream, request.num_relays)
                 return protocol.Done()
+            case protocol.Retain():
+                self.versions.old.want(request.versions)
+                return protocol.Done()
             case protocol.GetStatus():
                 return self._status()
 
@@ -235,8 +240,7 @@ class RelayServer:
         return publication
 
     async def _acquire(self, connection: _Connection, request: protocol.Acquire) -> protocol.Leased:
-        if request.wait_s > 0:
-            await self.versions.until_ready(request.version, min(request.wait_s, WAIT_S_MAX))
+        await self.versions.until_ready(request.version, min(request.wait_s, WAIT_S_MAX))
         lease, slot = self._table.lease(request.version)
         connection.leases[lease] = None
         assert slot.version is not None
@@ -264,6 +268,7 @@ class RelayServer:
             capacity_bytes=files.capacity_bytes if files is not None else 0,
             num_connections=len(self._connections),
             num_prefaulted=self.versions.num_prefaulted,
+            old=_old_status(self.versions.old),
             chain_port=self._chain.port if self._chain is not None else 0,
             chain=self._chain_status(self._chain) if self._chain is not None else None,
             chain_epoch=self._chain.epoch if self._chain is not None else 0,
@@ -286,7 +291,7 @@ class RelayServer:
 
     def _file(self, slot: Slot) -> str:
         files = self.versions.files
-        return files.names[slot.index] if files is not None else f"slot-{slot.index}"
+        return files.names[slot.index] if files is not None else slot_name(slot.index)
 
     # ---- tasks
 
@@ -302,6 +307,21 @@ class RelayServer:
 
 def _progress(flow: Flow, num_bytes: int) -> protocol.Progress:
     return protocol.Progress(version=flow.version, num_bytes=num_bytes, total_bytes=flow.num_bytes)
+
+
+def _old_status(old: OldVersions) -> protocol.OldStatus:
+    return protocol.OldStatus(
+        kept=[
+            protocol.KeptStatus(
+                version=kept.version, base=kept.base, num_bytes=kept.num_bytes, is_wanted=old.is_wanted(kept.version)
+            )
+            for kept in old.kept
+        ],
+        num_bytes=old.num_bytes,
+        bytes_max=old.bytes_max,
+        num_rebuilt=old.num_rebuilt,
+        refusals=list(old.refusals),
+    )
 
 
 def _slot_status(slot: Slot, file: str) -> protocol.SlotStatus:

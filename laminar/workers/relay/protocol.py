@@ -92,6 +92,12 @@ class Arrange(_Struct, frozen=True, kw_only=True):
     """Of the whole chain; 0: not told."""
 
 
+class Retain(_Struct, frozen=True, kw_only=True):
+    """Keep these old versions, if need be as deltas, and no others; for a relay that stands alone, else the controller tells it."""
+
+    versions: list[Version]
+
+
 class GetStatus(_Struct, frozen=True, kw_only=True):
     """Ask for `Status`."""
 
@@ -164,6 +170,32 @@ class ChainStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The version that goes downstream, and what was sent of it."""
 
 
+class KeptStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An old version that can be rebuilt."""
+
+    version: Version
+    base: Version
+    """What its delta is to."""
+    num_bytes: int
+    """Of the delta."""
+    is_wanted: bool
+    """False: only because another one depends on it."""
+
+
+class OldStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Old versions that are kept as deltas, beside or instead of their slots."""
+
+    kept: list[KeptStatus] = []
+    """Oldest first."""
+    num_bytes: int = 0
+    """Of all of them."""
+    bytes_max: int = 0
+    num_rebuilt: int = 0
+    """How often one was put back into a slot."""
+    refusals: list[str] = []
+    """`version: reason` of those that would have taken too much, the last ones."""
+
+
 class Status(_Struct, frozen=True, kw_only=True):
     """The relay as it is now."""
 
@@ -173,6 +205,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     num_connections: int
     num_prefaulted: int
     """Slots whose pages are all backed."""
+    old: OldStatus = OldStatus()
     chain_port: int = 0
     """Where the neighbour upstream connects; 0 = this relay takes part in no chain."""
     chain: ChainStatus | None = None
@@ -188,7 +221,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     """The same of those that held the chain up."""
 
 
-Request = Begin | Wrote | Commit | Abandon | Acquire | Release | Arrange | GetStatus
+Request = Begin | Wrote | Commit | Abandon | Acquire | Release | Arrange | Retain | GetStatus
 Reply = Begun | Done | Leased | Refusal | Status
 
 _encoder = msgspec.msgpack.Encoder()

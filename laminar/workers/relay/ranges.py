@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from laminar.workers.relay.manifest import Manifest, TensorSpec
+from laminar.workers.relay.manifest import ALIGN, Manifest, TensorSpec
 from laminar.workers.relay.protocol import RelayError
 
 Pairs = npt.NDArray[np.int64]
@@ -27,6 +27,20 @@ def unpack(packed: bytes) -> Pairs:
     if len(packed) % PAIR_BYTES:
         raise RelayError(f"ranges of {len(packed)} bytes: expected pairs of {PAIR_BYTES} bytes")
     return np.frombuffer(packed, "<i8").astype(np.int64).reshape(-1, 2)
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raises RelayError for a layout whose tensors overlap, are not aligned, or leave the range."""
+    end = 0
+    for spec in manifest.tensors:
+        if spec.offset % ALIGN or spec.offset < end or spec.num_bytes < 0:
+            raise RelayError(
+                f"manifest: tensor {spec.name!r} at byte {spec.offset} overlaps its predecessor (ends at {end}) "
+                f"or is not at a multiple of {ALIGN}; lay tensors out with Manifest.plan"
+            )
+        end = spec.offset + spec.num_bytes
+    if manifest.num_bytes < max(end, 1):
+        raise RelayError(f"manifest: the range has {manifest.num_bytes} bytes, its tensors need {max(end, 1)}")
 
 
 def check_rank(manifest: Manifest, rank: int, packed: bytes) -> None:

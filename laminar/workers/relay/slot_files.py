@@ -23,12 +23,17 @@ def free_bytes(directory: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
+def slot_name(index: int) -> str:
+    """Of its file."""
+    return f"slot-{index}"
+
+
 class SlotFiles:
     """All slot files of one relay. Methods block: the daemon calls them in a thread."""
 
     def __init__(self, directory: Path, num_slots: int, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.names = [f"slot-{index}" for index in range(num_slots)]
+        self.names = [slot_name(index) for index in range(num_slots)]
         self._directory = directory
         self._maps: list[mmap.mmap] = []
         self.stop = threading.Event()

@@ -23,7 +23,7 @@ import msgspec
 from laminar.ids import Version
 from laminar.workers.canary import Canary
 from laminar.workers.relay import ranges as byte_ranges
-from laminar.workers.relay.manifest import ALIGN, Manifest
+from laminar.workers.relay.manifest import Manifest
 from laminar.workers.relay.protocol import RelayError
 
 WORLD_SIZE_MAX = 65536
@@ -227,8 +227,15 @@ class SlotTable:
             slot.publication, slot.committed, slot.writing = 0, {}, {UPSTREAM: None}
         return slot
 
+    def restore(self, version: Version, manifest: Manifest, order: int) -> Slot | None:
+        """The slot for a version that was READY here and is rebuilt; it stays as old as it was. None: there is no place."""
+        slot = self._claim(version, manifest, 1, 0, 1)
+        if slot is not None:
+            slot.order, slot.writing = order, {UPSTREAM: None}
+        return slot
+
     def drop(self, version: Version) -> None:
-        """What came from upstream is given up, and nobody is told: it may come again."""
+        """What came from upstream, or was rebuilt, is given up, and nobody is told: it may come again."""
         slot = self._writer(version, UPSTREAM, 0, "drop")
         del slot.writing[UPSTREAM]
         slot.lost = "dropped"
@@ -272,6 +279,17 @@ class SlotTable:
         """The READY slot whose publication began last."""
         return max(self._in_state(SlotState.READY), key=lambda slot: slot.order, default=None)
 
+    @property
+    def next_to_go(self) -> list[Slot]:
+        """READY slots that may be recycled, the oldest first; none while one is free."""
+        newest = self.newest
+        others = [slot for slot in self._in_state(SlotState.READY) if slot is not newest]
+        return [] if self._in_state(SlotState.FREE) else sorted(others, key=lambda slot: slot.order)
+
+    def has(self, slot: Slot) -> bool:
+        """Whether it has not been recycled."""
+        return self.slots[slot.index] is slot
+
     def ready(self, version: Version) -> Slot | None:
         """The READY slot with this version."""
         return next((slot for slot in self._in_state(SlotState.READY) if slot.version == version), None)
@@ -296,18 +314,18 @@ class SlotTable:
     def _claim(
         self, version: Version, manifest: Manifest, world_size: int, publication: int, num_here: int
     ) -> Slot | None:
-        slot = next(iter(self._in_state(SlotState.FREE)), None) or self._recyclable()
-        if slot is None:
+        old = next(iter(self._in_state(SlotState.FREE)), None) or self._recyclable()
+        if old is None:
             return None
-        if slot.version is not None and slot.state is SlotState.READY:
-            self._on_dropped(slot.version)
-        elif slot.version is not None:
-            self._outcomes.pop(slot.version, None)  # the chain may still bring it
         self._num_begun += 1
-        slot = self._reset(slot)
+        slot = self._reset(old)
         slot.state, slot.version, slot.order = SlotState.FILLING, version, self._num_begun
         slot.manifest, slot.world_size = manifest, world_size
         slot.publication, slot.num_here = publication, num_here
+        if old.version is not None and old.state is SlotState.READY:
+            self._on_dropped(old.version)
+        elif old.version is not None:
+            self._outcomes.pop(old.version, None)  # the chain may still bring it
         return slot
 
     def _recyclable(self) -> Slot | None:
@@ -365,20 +383,6 @@ class SlotTable:
         self._outcomes[version] = Outcome(publication, refusal, is_final)
         while len(self._outcomes) > OUTCOMES_KEPT:
             del self._outcomes[next(iter(self._outcomes))]
-
-
-def check_manifest(manifest: Manifest) -> None:
-    """Raises RelayError for a layout whose tensors overlap, are not aligned, or leave the range."""
-    end = 0
-    for spec in manifest.tensors:
-        if spec.offset % ALIGN or spec.offset < end or spec.num_bytes < 0:
-            raise RelayError(
-                f"manifest: tensor {spec.name!r} at byte {spec.offset} overlaps its predecessor (ends at {end}) "
-                f"or is not at a multiple of {ALIGN}; lay tensors out with Manifest.plan"
-            )
-        end = spec.offset + spec.num_bytes
-    if manifest.num_bytes < max(end, 1):
-        raise RelayError(f"manifest: the range has {manifest.num_bytes} bytes, its tensors need {max(end, 1)}")
 
 
 def _difference(slot: Slot, manifest: Manifest, world_size: int, num_here: int) -> str:

@@ -21,11 +21,13 @@ from laminar.workers.canary import Canary
 from laminar.workers.relay.digest import combine
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.manifest import Manifest
+from laminar.workers.relay.old_versions import OldVersions
 from laminar.workers.relay.protocol import Begin, RelayError
+from laminar.workers.relay.ranges import check_manifest
 from laminar.workers.relay.shard_traffic import ShardTraffic
 from laminar.workers.relay.shards import Collection, Outgoing
 from laminar.workers.relay.slot_files import SlotFiles, free_bytes
-from laminar.workers.relay.slots import UPSTREAM, Slot, SlotTable, check_manifest
+from laminar.workers.relay.slots import UPSTREAM, Slot, SlotTable
 
 log = structlog.get_logger("laminar.relay")
 
@@ -48,11 +50,21 @@ class Versions:
         num_slots: int,
         on_event: Callable[[Told], None],
         *,
+        old_versions_share: float = 0.0,
         free: Callable[[Path], int] = free_bytes,
         fill_timeout_s: float = FILL_TIMEOUT_S,
     ) -> None:
         self.directory, self.num_slots = directory, num_slots
-        self.table = SlotTable(num_slots, self._report_lost, self._report_dropped)
+        self.table = SlotTable(num_slots, self._report_lost, lambda version: self.old.recycled(version))
+        self.old = OldVersions(
+            self.table,
+            old_versions_share,
+            view=self._view,
+            writable=self._writable,
+            capacity=lambda: self.files.capacity_bytes if self.files is not None else 0,
+            on_gone=lambda version: on_event(VersionDropped(version=version)),
+            start=self._start,
+        )
         self.shards = ShardTraffic(self.table)
         self.files: SlotFiles | None = None
         self.on_news: Callable[[], None] = lambda: None
@@ -89,11 +101,13 @@ class Versions:
         for deadline in self._deadlines.values():
             deadline.cancel()
         self.shards.close()
+        self.old.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self.old.close()
         self._incoming = None
         if self.files is not None:
             self.files.close()
@@ -124,6 +138,7 @@ class Versions:
         )
         if slot is not None:
             self._watch(slot)
+            self.old.look()
         return slot
 
     async def _make_fit(self, version: Version, manifest: Manifest, publication: int = 0) -> None:
@@ -183,6 +198,7 @@ class Versions:
         self._cancel_deadline(version)
         slot = self.table.finish(version, digest, blocks)
         self.shards.end(version, slot.publication, ready=True)
+        self.old.look()
         self._wake()
         self.on_news()
 
@@ -252,6 +268,7 @@ class Versions:
             slot = self.table.receive(version, manifest)
             if slot is None:
                 return None
+            self.old.look()
             await self.backed(slot, UPSTREAM)
         except RelayError as error:
             log.warning("relay_version_not_taken", version=str(version), reason=str(error))
@@ -311,7 +328,10 @@ class Versions:
     # ---- readers
 
     async def until_ready(self, version: Version | None, wait_s: float) -> None:
-        """Wait until the version (None = any) is READY or never will be, or the time is over."""
+        """Wait until the version (None = any) is READY or never will be, or the time is over; an old one is rebuilt if it is kept
+        (RelayError if it cannot be)."""
+        if version is not None:
+            await self.old.restore(version)
 
         def decided() -> bool:
             if version is None:
@@ -364,9 +384,6 @@ class Versions:
         self.shards.end(version, publication, ready=False)
         self._wake()
         self._on_event(VersionLost(version=version, reason=reason, publication=publication))
-
-    def _report_dropped(self, version: Version) -> None:
-        self._on_event(VersionDropped(version=version))
 
     def _wake(self) -> None:
         self._changed.set()

@@ -176,7 +176,7 @@ def keep_tokens(run: Run) -> Path:
 def read_tokens(path: Path) -> Tokens:
     """Everything in a segment."""
     tokens = Tokens({}, {})
-    for entry in read_segment(path):
+    for entry in read_segment(path).entries:
         ids = array("i", entry.tokens).tolist()
         if entry.group:
             tokens.prompts[entry.group] = ids

@@ -49,7 +49,7 @@ class Finished(NamedTuple):
 
 def read_responses(path: Path) -> dict[int, Response]:
     found: dict[int, Response] = {}
-    for entry in read_segment(path):
+    for entry in read_segment(path).entries:
         own = found.setdefault(entry.trajectory, Response([], [], [], []))
         tokens = array("i", entry.tokens).tolist()
         if entry.group:

@@ -55,7 +55,7 @@ async def test_token_segments_are_synced_before_the_events_that_name_them_commit
     log = EventLog(
         tmp_path / "run.db",
         0.001,
-        lambda: committed_at_sync.append(rows(tmp_path, "SELECT count(*) FROM events")[0][0]),
+        lambda: committed_at_sync.append(rows(tmp_path, "SELECT count(*) FROM events")[0][0]) or (),
     )
     log.begin_boot(1.0, 1, "here", 0)
     log.start(lambda seq: None)
@@ -69,9 +69,10 @@ async def test_token_segments_are_synced_before_the_events_that_name_them_commit
 async def test_nothing_is_durable_while_the_sync_of_the_segments_lasts(tmp_path: Path) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow_sync() -> None:
+    def slow_sync() -> tuple[()]:
         entered.set()
         go_on.wait(10)
+        return ()
 
     log = begun(tmp_path, before_commit=slow_sync)
     log.start(lambda seq: None)
@@ -87,7 +88,7 @@ async def test_nothing_is_durable_while_the_sync_of_the_segments_lasts(tmp_path:
 
 async def test_many_appends_share_few_commits(tmp_path: Path) -> None:
     commits: list[int] = []
-    log = begun(tmp_path, commit_s=0.05, before_commit=lambda: commits.append(1))
+    log = begun(tmp_path, commit_s=0.05, before_commit=lambda: commits.append(1) or ())
     log.start(lambda seq: None)
     for seq in range(1, 2001):
         log.append(seq, 0.0, "e", b"x")
@@ -132,6 +133,22 @@ async def test_a_row_of_another_table_commits_with_the_events_before_it(tmp_path
     log.append(1, 0.0, "e", b"")
     await durable(log, 1)
     assert rows(tmp_path, "SELECT * FROM alarms") == [(1.0, "name", "text")]
+    log.close()
+
+
+async def test_what_was_queued_together_commits_together(tmp_path: Path) -> None:
+    log = begun(tmp_path, commit_s=0.001)
+    log.start(lambda seq: None)
+    with log.together():
+        log.append(1, 0.0, "e", b"")
+        log.hurry()
+        log._wake.set()
+        for _ in range(3):  # the writer has nothing, however often it looks
+            await asyncio.sleep(0.01)
+            assert rows(tmp_path, "SELECT * FROM events") == []
+        log.write("INSERT INTO alarms VALUES (?, ?, ?)", (1.0, "name", "text"))
+    await durable(log, 1)
+    assert len(rows(tmp_path, "SELECT * FROM events, alarms")) == 1
     log.close()
 
 
@@ -203,9 +220,10 @@ async def test_a_full_disk_is_waited_for_and_everything_is_written_once(
     monkeypatch.setattr(eventlog, "RETRY_S", 0.01)
     is_full = True
 
-    def before_commit() -> None:
+    def before_commit() -> tuple[()]:
         if is_full:
             full_disk()
+        return ()
 
     log = begun(tmp_path, before_commit=before_commit)
     stalls = Stalls(log)
@@ -247,7 +265,7 @@ async def test_a_failure_of_the_last_commit_is_not_hidden(tmp_path: Path) -> Non
 
 async def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path) -> None:
     go_on = threading.Event()
-    log = begun(tmp_path, before_commit=lambda: go_on.wait(20) and None)
+    log = begun(tmp_path, before_commit=lambda: go_on.wait(20) and ())
     log.start(lambda seq: None)
     log.append(1, 0.0, "e", b"")
     log.close(timeout_s=0.05)

@@ -49,7 +49,7 @@ class Shell:
     def __init__(self, directory: Path, core: Core, *, continues: bool = False) -> None:
         directory.mkdir(exist_ok=True)
         self.directory = directory
-        self.log = EventLog(directory / "run.db", 0.001)
+        self.log = EventLog(directory / "run.db", 0.001, lambda: self.tokens.sync(), lambda: self.tokens.committed())
         self.boot = self.log.begin_boot(1.0, 1, "here", 0, continues=continues)
         self.past = Past(directory / "tokens")
         self.tokens = TokenStore(directory / "tokens", self.boot)
@@ -135,6 +135,9 @@ class Recorded(World):
 
     def _take_tokens(self, event: events.ReplicaReported) -> None:
         store = self.shell.tokens
+        for finished in event.finished:
+            prompt = wire.pack_i32([7] * finished.num_prompt_tokens)
+            store.put_prompt(self.core.state.trajectories[finished.trajectory].group, prompt)
         totals = zip(
             array("q", event.trajectories), array("i", event.attempts), array("i", event.num_tokens), strict=True
         )
@@ -185,17 +188,21 @@ def cut(directory: Path, at: int, into: Path) -> None:
 def recovered(directory: Path) -> Shell:
     history = recovery.read(directory / "run.db")
     shell = Shell(directory, Core.restore(settings(**RICH), history.snapshot.core), continues=True)
+    shell.past.check(history.segments)
     recovery.replay(history, shell.runtime.core, shell.channels, shell.effects, shell.past)
     shell.tokens.adopt(shell.past, shell.runtime.core.state.trajectories.values())
     return shell
 
 
-async def record(directory: Path, seed: int) -> Recorded:
+async def record(directory: Path, seed: int, killed: Path | None = None) -> Recorded:
+    """A whole run. `killed`: gets a copy of what the directory has while the log is still open."""
     world = Recorded(directory, seed, set(range(3, 4000, 7)))
     world.shell.log.start(lambda seq: None)
     world.run()
     await asyncio.wait_for(world.shell.log.when_durable(world.seq), 30)
     await world.shell.runtime.close()
+    if killed is not None:
+        shutil.copytree(directory, killed)
     world.shell.close()
     return world
 

@@ -183,9 +183,10 @@ async def test_actions_that_wait_are_performed_once_and_in_order_also_if_an_effe
     world = make(script)
     entered, permits = threading.Semaphore(0), threading.Semaphore(0)
 
-    def before_commit() -> None:
+    def before_commit() -> tuple[()]:
         entered.release()
         assert permits.acquire(timeout=10)
+        return ()
 
     def perform(action: actions.AnyAction) -> None:
         world.done.append(shown(action) if isinstance(action, actions.RaiseAlarm) else action.trajectories[0])

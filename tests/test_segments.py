@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laminar import wire
-from laminar.controller.segments import Entry, Past, encode
+from laminar.controller.segments import Entry, Past, encode, read_segment
 from laminar.controller.tokens import TokenStore
-from laminar.core.records import Trajectory
+from laminar.core.records import Trajectory, TrajectoryState
 from laminar.errors import StartError
 from laminar.ids import GroupId, PromptId, TrajectoryId
 
@@ -32,6 +33,11 @@ def record(trajectory: TrajectoryId, num_tokens: int, attempt: int = 1) -> Traje
     return Trajectory(
         id=trajectory, group=GROUP, prompt=PromptId(0), sibling=0, seed=0, attempt=attempt, num_tokens=num_tokens
     )
+
+
+def commit(store: TokenStore) -> None:
+    store.sync()
+    store.committed()
 
 
 def test_a_response_is_as_long_as_the_log_says_though_the_segments_have_more(tmp_path: Path) -> None:
@@ -77,9 +83,93 @@ def test_a_store_adopts_what_lives_and_unlinks_segments_that_nothing_living_need
     (row,) = store.rows([A])
     assert (list(wire.unpack_i32(row.prompt_tokens)), list(wire.unpack_i32(row.tokens))) == ([5], [1, 2])
     assert store.prefix(B) == (b"", b"")
+    commit(store)
     assert sorted(path.name for path in tmp_path.glob("*.seg")) == ["0002-000001.seg", "0003-000001.seg"]
     store.append(A, 1, 3, wire.pack_i32([3]), wire.pack_f32([-1.0]), b"")
     assert list(wire.unpack_i32(store.prefix(A)[0])) == [1, 2, 3]
     store.forget([A, B])
+    commit(store)
     assert [path.name for path in tmp_path.glob("*.seg")] == ["0003-000001.seg"]
     store.close()
+
+
+# ---- what is damaged ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, list[int]]:
+    """A segment of a prompt and three deltas, and where its entries begin and end."""
+    parts = [encode(entry) for entry in (Entry(0, 0, 0, wire.pack_i32([5]), b"", b"", GROUP), *DELTAS)]
+    path = tmp_path / "0001-000001.seg"
+    path.write_bytes(b"".join(parts))
+    return path, [sum(map(len, parts[:number])) for number in range(len(parts) + 1)]
+
+
+DELTAS = (delta(1, 0, [1, 2]), delta(1, 2, [3, 4, 5], b"\0\1\0"), delta(1, 5, [6]))
+WHOLE = [1, 2, 3, 4, 5, 6]
+
+
+def test_a_segment_that_ends_anywhere_has_its_whole_entries_and_a_torn_end(written: tuple[Path, list[int]]) -> None:
+    path, ends = written
+    data = path.read_bytes()
+    for length in range(len(data) + 1):
+        path.write_bytes(data[:length])
+        entries, damages = read_segment(path)
+        num_whole = sum(end <= length for end in ends[1:])
+        assert len(entries) == num_whole, length
+        left = length - ends[num_whole]
+        assert [(damage.start, damage.num_bytes, damage.torn) for damage in damages] == (
+            [(ends[num_whole], left, True)] if left else []
+        )
+
+
+def test_no_byte_can_be_changed_unnoticed(written: tuple[Path, list[int]]) -> None:
+    path, ends = written
+    data = path.read_bytes()
+    for position in range(len(data)):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :])
+        found = Past(path.parent)
+        with pytest.raises(StartError, match=r"token segments are damaged: .*0001-000001\.seg: .*--from-checkpoint"):
+            found.check({path.name: len(data)})
+        (damage, *_) = found.damages
+        assert damage.start == max(start for start in ends[:-1] if start <= position), position
+
+
+def test_a_segment_shorter_than_the_log_says_or_gone_is_refused(written: tuple[Path, list[int]]) -> None:
+    path, ends = written
+    lengths = {path.name: ends[-1]}
+    for end in ends[:-1]:  # whole entries only: nothing in the file shows it
+        path.write_bytes(path.read_bytes()[:end] if end else b"")
+        with pytest.raises(StartError, match=rf"0001-000001\.seg has {end} of {ends[-1]} bytes"):
+            Past(path.parent).check(lengths)
+        path.write_bytes(b"".join(encode(e) for e in (Entry(0, 0, 0, wire.pack_i32([5]), b"", b"", GROUP), *DELTAS)))
+    path.unlink()
+    with pytest.raises(StartError, match=rf"0001-000001\.seg has 0 of {ends[-1]} bytes"):
+        Past(path.parent).check(lengths)
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 600, b"\x07", encode(DELTAS[0])[:-1], b"\xff" * 40])
+def test_whatever_follows_what_the_log_says_is_cut_off(written: tuple[Path, list[int]], tail: bytes) -> None:
+    path, ends = written
+    path.write_bytes(path.read_bytes() + tail)
+    found = Past(path.parent)
+    found.check({path.name: ends[-1]})
+    assert response(found, 1, 6) == WHOLE
+    assert [(damage.start, damage.num_bytes) for damage in found.damages] == [(ends[-1], len(tail))]
+    assert "not written to the end" in str(found.damages[0]) or "damaged" in str(found.damages[0])
+
+
+def test_entries_after_a_damaged_one_are_still_read(written: tuple[Path, list[int]]) -> None:
+    path, ends = written
+    data = bytearray(path.read_bytes())
+    data[ends[2] - 1] ^= 1
+    path.write_bytes(data)
+    entries, (damage,) = read_segment(path)
+    assert [entry.start for entry in entries] == [0, 2, 5]
+    assert (damage.start, damage.num_bytes, damage.torn) == (ends[1], ends[2] - ends[1], False)
+
+
+def test_a_prompt_that_is_lost_is_named(tmp_path: Path) -> None:
+    done = msgspec.structs.replace(record(A, 2), state=TrajectoryState.DONE, num_prompt_tokens=1)
+    with pytest.raises(StartError, match=r"have 0 tokens of the prompt of trajectory .*, the log says 1"):
+        TokenStore(tmp_path / "new", 2).adopt(past(tmp_path, [delta(1, 0, [1, 2])]), [done])

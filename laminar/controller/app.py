@@ -32,7 +32,7 @@ from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
-from laminar.controller.segments import Past
+from laminar.controller.segments import DAMAGES_SHOWN, Past
 from laminar.controller.server import Server
 from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
@@ -119,7 +119,8 @@ class Application:
 
     def _open(self, core: Core) -> None:
         config, run = self._config, self._run
-        self._log = EventLog(run.database, config.controller.log_commit_s, lambda: self._tokens.sync())
+        commit_s = config.controller.log_commit_s
+        self._log = EventLog(run.database, commit_s, lambda: self._tokens.sync(), lambda: self._tokens.committed())
         resumed = core.state.trainer.step
         continues = self._history is not None
         self._boot = self._log.begin_boot(
@@ -168,9 +169,17 @@ class Application:
         )
         self._connect()
         if self._history is not None:
+            past.check(self._history.segments)
             recovery.replay(self._history, core, self._channels, self._effects, past)
             self._log.durable = core.state.seq
         self._tokens.adopt(past, core.state.trajectories.values())
+        if self._history is not None:
+            self._tell_what_was_cut(past, self._history)
+
+    def _tell_what_was_cut(self, past: Past, history: recovery.History) -> None:
+        cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages]
+        for line in [*filter(None, [history.left_out]), *cut[:DAMAGES_SHOWN]]:
+            self._display.say(line)
 
     def _run_id_of(self, boot: int) -> str:
         return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"
@@ -314,6 +323,7 @@ class Application:
         await self._runtime.close()
         await self._server.close()
         self._leave_nothing()
+        self._tokens.finish()
         self._log.close(outcome=self._outcome.reason)
         for part in (self._tokens, self._telemetry):
             with contextlib.suppress(OSError):  # a full disk; the log has the error already

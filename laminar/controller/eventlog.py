@@ -2,7 +2,8 @@
 
 Invariants:
 * Events reach the disk in order, at most `commit_s` after `append` (at once when someone waits for them).
-* Token segments named by an event are on disk before the event commits (`before_commit`).
+* What is queued under one `together` commits in one transaction.
+* Token segments named by an event are on disk before the event commits (`before_commit`, whose statements commit with it).
 * `durable` only grows; waiters of `when_durable(seq)` wake when it reaches their seq.
 * A full disk, or a locked database, is waited for: `on_stalled(reason)`, then `on_stalled(None)` when it has taken everything.
 * Any other failed write is final and never hidden: `failure` holds it, waiters get it, nothing later is called durable.
@@ -10,7 +11,8 @@ Invariants:
 
 * What workers are told that they may forget (`frames`) commits with the events made of it, or after them.
 
-Tables: `boots`, `events`, `snapshots`, `frames`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`, `alarms` (SCHEMA).
+Tables: `boots`, `events`, `snapshots`, `segments`, `frames`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`,
+`alarms` (SCHEMA); `crc` is a `checksum` of what a take-over reads.
 Any SQLite client reads them, also while the run goes on.
 """
 
@@ -22,7 +24,8 @@ import heapq
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +38,13 @@ CREATE TABLE IF NOT EXISTS boots (
     run_id TEXT, code TEXT, continues INTEGER, outcome TEXT
 );
 CREATE TABLE IF NOT EXISTS events (
-    boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, PRIMARY KEY (boot, seq)
+    boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (boot, seq));
-CREATE TABLE IF NOT EXISTS frames (worker TEXT, incarnation INTEGER, number INTEGER, PRIMARY KEY (worker, incarnation));
+CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq));
+CREATE TABLE IF NOT EXISTS segments (name TEXT PRIMARY KEY, num_bytes INTEGER, crc INTEGER);
+CREATE TABLE IF NOT EXISTS frames (
+    worker TEXT, incarnation INTEGER, number INTEGER, crc INTEGER, PRIMARY KEY (worker, incarnation)
+);
 CREATE TABLE IF NOT EXISTS trajectories (
     id INTEGER PRIMARY KEY, prompt INTEGER, group_id INTEGER, sibling INTEGER, attempt INTEGER,
     behavior_version TEXT, finish_version TEXT, sample_version TEXT, digest TEXT,
@@ -69,7 +75,13 @@ LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a 
 class EventLog:
     """Owns `run.db`. All methods are called from the event loop; one thread writes."""
 
-    def __init__(self, path: Path, commit_s: float, before_commit: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        commit_s: float,
+        before_commit: Callable[[], Iterable[Statement]] = tuple,
+        after_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
         self.failure: Exception | None = None
         """Why the log cannot be written; final."""
@@ -80,11 +92,16 @@ class EventLog:
         self.continues = 0
         """The first boot of which this process has the state; its own if it began anew."""
         self._commit_s = commit_s
-        self._before_commit = before_commit
+        self._before_commit, self._after_commit = before_commit, after_commit
+        self._gathering = self._in_hurry = False
+        self._gathered: list[Statement] = []
+        self._heard: dict[tuple[str, int], int] = {}
+        """Highest frame of each worker that is heard."""
+        self._last = 0
         self._pending: list[Statement] = []
         self._frames: dict[tuple[str, int], int] = {}
-        """Highest frame of each worker that is heard and not written."""
         self._appended = 0
+        """Those three handed over and not written, under `_lock`."""
         self._boot = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -172,36 +189,62 @@ class EventLog:
         self._thread = threading.Thread(target=self._write_forever, name="eventlog", daemon=True)
         self._thread.start()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is queued inside commits together."""
+        self._gathering = True
+        try:
+            yield
+        finally:
+            self._gathering = False
+            self._hand_over()
+
     def append(self, seq: int, at: float, kind: str, body: bytes, frame: Frame | None = None) -> None:
         """Queue one event, with the frame that it came in."""
-        with self._lock:
-            self._appended = seq
-            self._pending.append(("INSERT INTO events VALUES (?, ?, ?, ?, ?)", (self._boot, seq, at, kind, body)))
-            if frame is not None:
-                self._frames[frame[:2]] = frame[2]
-        self._wake.set()
+        row = (self._boot, seq, at, kind, body, checksum(seq, body))
+        self._gathered.append(("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row))
+        self._last = seq
+        if frame is not None:
+            self._heard[frame[:2]] = frame[2]
+        self._hand_over()
 
     def heard(self, frame: Frame) -> None:
         """Queue word of a frame of which no event was made."""
-        with self._lock:
-            self._frames[frame[:2]] = frame[2]
+        self._heard[frame[:2]] = frame[2]
+        self._hand_over()
 
     def write(self, statement: str, parameters: Sequence[Any]) -> None:
         """Queue a statement on one of the other tables; it commits with or after the events before it."""
+        self._gathered.append((statement, parameters))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """To the writer, unless there is more to come that belongs together."""
+        if self._gathering:
+            return
+        gathered, self._gathered = self._gathered, []
         with self._lock:
-            self._pending.append((statement, parameters))
-        self._wake.set()
+            self._pending += gathered
+            self._frames |= self._heard
+            self._appended = self._last
+        self._heard.clear()
+        if self._in_hurry:
+            self._hurry.set()
+        if self._in_hurry or gathered:
+            self._wake.set()
+        self._in_hurry = False
 
     def snapshot(self, seq: int, body: bytes) -> None:
         """Queue the state after event `seq`; the last few are kept."""
-        self.write("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (self._boot, seq, body))
+        row = (self._boot, seq, body, checksum(seq, body))
+        self.write("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)", row)
         kept = "SELECT boot, seq FROM snapshots ORDER BY boot DESC, seq DESC LIMIT ?"
         self.write(f"DELETE FROM snapshots WHERE (boot, seq) NOT IN ({kept})", (SNAPSHOTS_KEPT,))
 
     def hurry(self) -> None:
         """Somebody waits for what is queued: do not wait for company."""
-        self._hurry.set()
-        self._wake.set()
+        self._in_hurry = True
+        self._hand_over()
 
     async def when_durable(self, seq: int) -> None:
         """Return when event `seq` is on disk. Raises the writer's error if it cannot write."""
@@ -256,12 +299,14 @@ class EventLog:
             batch, self._pending = self._pending, []
             frames, self._frames = self._frames, {}
             seq = self._appended
-        rows = [(*worker, number) for worker, number in frames.items()]
+        rows = [(*worker, number, checksum(number, repr(worker).encode())) for worker, number in frames.items()]
         if batch or rows:
             self._write_patiently(database, batch, rows)
         return seq
 
-    def _write_patiently(self, database: sqlite3.Connection, batch: list[Statement], rows: list[Frame]) -> None:
+    def _write_patiently(
+        self, database: sqlite3.Connection, batch: list[Statement], rows: list[tuple[Any, ...]]
+    ) -> None:
         """Again and again while the disk is full, until the log is to be closed."""
         stalled = False
         while True:
@@ -278,13 +323,14 @@ class EventLog:
         if stalled:
             self._tell(self.on_stalled, None)
 
-    def _write(self, database: sqlite3.Connection, batch: list[Statement], rows: list[Frame]) -> None:
-        if batch:
-            self._before_commit()
+    def _write(self, database: sqlite3.Connection, batch: list[Statement], rows: list[tuple[Any, ...]]) -> None:
+        of_segments = self._before_commit() if batch else ()
         with database:
-            for statement, parameters in batch:
+            for statement, parameters in (*batch, *of_segments):
                 database.execute(statement, parameters)
-            database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", rows)
+            database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?)", rows)
+        if batch:
+            self._after_commit()
 
     def _tell(self, function: Callable[..., None], argument: Any) -> None:
         assert self._loop is not None
@@ -306,6 +352,11 @@ class EventLog:
             if not waiter.done():
                 waiter.set_exception(error)
         self._waiters.clear()
+
+
+def checksum(number: int, body: bytes) -> int:
+    """CRC-32 of what belongs to a number."""
+    return zlib.crc32(body, number & 0xFFFFFFFF)
 
 
 def _locks_work(path: Path) -> bool:
@@ -339,8 +390,8 @@ def _take_back(database: sqlite3.Connection, resumed_step: int) -> None:
     database.execute(
         "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?", (resumed_step,)
     )
-    database.execute("DELETE FROM snapshots")
-    database.execute("DELETE FROM frames")
+    for table in ("snapshots", "frames", "segments"):
+        database.execute(f"DELETE FROM {table}")
 
 
 def _prepare(database: sqlite3.Connection) -> None:

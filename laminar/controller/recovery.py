@@ -14,9 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from laminar import __version__, wire
+from laminar.controller import wal
 from laminar.controller.channels import Channels, Kept
 from laminar.controller.effects import Effects
-from laminar.controller.segments import Past
+from laminar.controller.eventlog import checksum
+from laminar.controller.segments import OTHERWISE, Past
 from laminar.core import events
 from laminar.core.engine import Core
 from laminar.core.records import State
@@ -28,7 +30,6 @@ ROLES: dict[type, str] = {
     events.TrainerRankReady: "trainer",
     events.RelayJoined: "relay",
 }
-OTHERWISE = "go on from the last checkpoint with --from-checkpoint"
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -53,17 +54,27 @@ class History(NamedTuple):
     """Since the snapshot."""
     frames: dict[tuple[str, int], int]
     """(worker, incarnation) -> frame up to which all that it said is in `events`."""
+    segments: dict[str, int]
+    """Token segment -> bytes that are on disk if nothing was lost."""
     died_at: float
     """Run time of the last event, seconds since the epoch."""
+    left_out: str
+    """What of the write-ahead log could not be taken; empty = nothing."""
 
 
 def read(database: Path) -> History:
     """Raises StartError when it cannot be continued from there."""
     try:
+        frames = wal.num_frames(wal.path_of(database))
         with contextlib.closing(sqlite3.connect(database, timeout=30.0)) as connection:
             _check(database, connection)
-            return _read(connection)
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
+            return _read(connection, wal.left_out(database, frames, connection))
+    except (
+        OSError,
+        sqlite3.Error,
+        msgspec.MsgspecError,
+        TypeError,
+    ) as error:  # TypeError: a damaged row has other columns
         raise StartError(f"cannot go on from the log {database}: {error}; {OTHERWISE}") from error
 
 
@@ -78,19 +89,50 @@ def _check(database: Path, connection: sqlite3.Connection) -> None:
         )
 
 
-def _read(connection: sqlite3.Connection) -> History:
-    boot, seq, body = connection.execute("SELECT * FROM snapshots ORDER BY boot DESC, seq DESC LIMIT 1").fetchone()
+def _read(connection: sqlite3.Connection, left_out: str) -> History:
+    boot, seq, core = _last_snapshot(connection)
     rows = connection.execute(
-        "SELECT body FROM events WHERE boot >= ? AND seq > ? ORDER BY boot, seq", (boot, seq)
+        "SELECT seq, body, crc FROM events WHERE boot >= ? AND seq > ? ORDER BY boot, seq", (boot, seq)
     ).fetchall()
+    for expected, row in enumerate(rows, seq + 1):
+        if row[0] != expected or checksum(*row[:2]) != row[2]:
+            raise sqlite3.DatabaseError(f"event {expected} is damaged or missing")
     (died_at,) = connection.execute("SELECT max(at) FROM events WHERE boot >= ?", (boot,)).fetchone()
-    frames = connection.execute("SELECT worker, incarnation, number FROM frames").fetchall()
     return History(
-        snapshot=msgspec.msgpack.decode(body, type=Snapshot),
-        events=[msgspec.msgpack.decode(row[0], type=events.AnyEvent) for row in rows],
-        frames={(worker, incarnation): number for worker, incarnation, number in frames},
+        snapshot=core,
+        events=[msgspec.msgpack.decode(body, type=events.AnyEvent) for _, body, _ in rows],
+        frames=_frames(connection),
+        segments=_segments(connection),
         died_at=died_at or 0.0,
+        left_out=left_out,
     )
+
+
+def _last_snapshot(connection: sqlite3.Connection) -> tuple[int, int, Snapshot]:
+    """(boot, seq, snapshot) of the last that is whole."""
+    rows = connection.execute("SELECT boot, seq, body, crc FROM snapshots ORDER BY boot DESC, seq DESC")
+    for boot, seq, body, crc in rows:
+        if checksum(seq, body) == crc:
+            return boot, seq, msgspec.msgpack.decode(body, type=Snapshot)
+    raise sqlite3.DatabaseError("no snapshot of the state is whole")
+
+
+def _frames(connection: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    found = {}
+    for worker, incarnation, number, crc in connection.execute("SELECT worker, incarnation, number, crc FROM frames"):
+        if checksum(number, repr((worker, incarnation)).encode()) != crc:
+            raise sqlite3.DatabaseError(f"the row of {worker} in the table frames is damaged")
+        found[worker, incarnation] = number
+    return found
+
+
+def _segments(connection: sqlite3.Connection) -> dict[str, int]:
+    found = {}
+    for name, num_bytes, crc in connection.execute("SELECT name, num_bytes, crc FROM segments"):
+        if checksum(num_bytes, name.encode()) != crc:
+            raise sqlite3.DatabaseError(f"the row of {name} in the table segments is damaged")
+        found[name] = num_bytes
+    return found
 
 
 def replay(history: History, core: Core, channels: Channels, effects: Effects, past: Past) -> None:

@@ -122,12 +122,16 @@ class Runtime:
 
     def _handle(self, event: events.AnyEvent, frame: Frame | None) -> None:
         stamped = msgspec.structs.replace(event, seq=self.core.state.seq + 1, at=self.now())
-        self._log.append(stamped.seq, stamped.at, type(stamped).__name__, msgspec.msgpack.encode(stamped), frame)
-        new = self.core.handle(stamped)
-        self.observe(stamped)
-        for action in new:
-            self._dispatch(action)
-        self.settled(stamped)
+        body = msgspec.msgpack.encode(stamped)
+        with (
+            self._log.together()
+        ):  # a controller that takes over has an event with all rows that were made of it, or without any
+            self._log.append(stamped.seq, stamped.at, type(stamped).__name__, body, frame)
+            new = self.core.handle(stamped)
+            self.observe(stamped)
+            for action in new:
+                self._dispatch(action)
+            self.settled(stamped)
 
     # ---- effects -------------------------------------------------------------------------------------------
 

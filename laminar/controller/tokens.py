@@ -1,13 +1,14 @@
 """The token store: what the trajectories in flight, buffered and leased consist of, in memory and on disk.
 
-Every flush appends its tokens to the open segment `tokens/<boot>-<n>.seg` (frames of 4-byte length + msgpack `Entry`); a
-segment is closed at SEGMENT_BYTES and unlinked when all groups that have something in it are forgotten. The event log
-syncs the segments before it commits the events that speak of them.
+Every flush appends its tokens to the open segment `tokens/<boot>-<n>.seg` (`laminar.controller.segments`); a segment is
+closed at SEGMENT_BYTES and unlinked when all groups that have something in it are forgotten. The event log syncs the
+segments before it commits the events that speak of them, and commits with those how long each segment is (table `segments`).
 
 Invariants:
 * A delta continues what is held of its attempt, or it is refused; the core's lengths are those of this store.
 * The event loop never waits for the disk: it hands bytes over, `sync` writes them in the log's thread.
 * `rows` sees each response as it is between two deltas.
+* Every segment of the table `segments` is there, whole up to the length given there: it leaves the table first, then the disk.
 """
 
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from laminar import wire
+from laminar.controller.eventlog import Statement, checksum
 from laminar.controller.segments import Entry, Past, encode
 from laminar.core.records import Trajectory
 from laminar.errors import ProtocolError
@@ -59,10 +61,11 @@ class Segment(msgspec.Struct):
     file: int
     users: dict[int, None] = {}
     num_bytes: int = 0
+    """Handed over, not necessarily written."""
 
 
 class TokenStore:
-    """Called from the event loop; `sync` from the log's writer thread; `rows` from any thread."""
+    """Called from the event loop; `sync` and `committed` from the log's writer thread; `rows` from any thread."""
 
     def __init__(self, directory: Path, boot: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -74,13 +77,21 @@ class TokenStore:
         self._open = self._num_kept = 0
         """Numbers of the segment that is written to, and of those of earlier boots (-1, -2 …)."""
         self._lock = threading.Lock()
-        """Held for moments: over `_outgoing`, `_full` and the arrays of a response."""
+        """Held for moments: over `_outgoing`, `_full`, `_done` and the arrays of a response."""
         self._disk = threading.Lock()
         """Held by whoever writes."""
         self._outgoing: list[tuple[int, bytes]] = []
         """(file, bytes) that are not written yet."""
         self._full: list[int] = []
         """Files to close once they are written."""
+        self._done: dict[Path, None] = {}
+        """To be unlinked once the log does not name them any more."""
+        self._synced: dict[str, int] = {}
+        """Segments that grew since the last commit -> bytes on disk."""
+        self._names: dict[int, str] = {}
+        """Of the files that are open."""
+        self._leaving: list[Path] = []
+        """Those of `_done` that the transaction under way takes out of the log."""
         self._new_segment()
 
     # ---- going on ------------------------------------------------------------------------------------------
@@ -92,8 +103,7 @@ class TokenStore:
             held = self._groups.setdefault(record.group, Held(prompt=past.prompts.get(record.group)))
             held.num_responses += 1
             parts = [bytearray(part) for part in found]
-            prompt = past.own_prompts.get((record.id, record.attempt))
-            self._responses[record.id] = Response(record.group, record.attempt, *parts, prompt)
+            self._responses[record.id] = Response(record.group, record.attempt, *parts, past.prompt(record))
         for path, members in past.trajectories.items():
             groups = [self._responses[t].group for t in members if t in self._responses]
             users = {group: None for group in [*groups, *past.groups[path]] if group in self._groups}
@@ -101,7 +111,7 @@ class TokenStore:
 
     def _keep(self, path: Path, users: dict[GroupId, None]) -> None:
         if not users:
-            path.unlink(missing_ok=True)
+            self._done[path] = None
             return
         self._num_kept += 1
         self._segments[-self._num_kept] = Segment(path, -1, dict(users))
@@ -231,24 +241,46 @@ class TokenStore:
         if segment.num_bytes > SEGMENT_BYTES:
             self._new_segment()
 
-    def sync(self) -> None:
-        """Everything handed over so far is on disk when this returns. OSError if the disk does not take it; then it is kept."""
+    def sync(self) -> list[Statement]:
+        """Everything handed over so far is on disk when this returns. OSError if the disk does not take it; then it is kept.
+
+        The transaction that follows is to contain the statements, and `committed` to be called after it.
+        """
         with self._disk:
             with self._lock:
                 outgoing, self._outgoing = self._outgoing, []
                 full, self._full = self._full, []
+                self._leaving = list(self._done)
             by_file = {file: b"".join(part for owner, part in outgoing if owner == file) for file, _ in outgoing}
             try:
                 for file in list(by_file):
                     _write(file, by_file)
                     os.fdatasync(file)
+                    self._synced[self._names[file]] = os.fstat(file).st_size
                     del by_file[file]
             except OSError:
                 with self._lock:
                     self._outgoing, self._full = [*by_file.items(), *self._outgoing], [*full, *self._full]
                 raise
             for file in full:
-                os.close(file)
+                self._close_file(file)
+        rows = [(name, num_bytes, checksum(num_bytes, name.encode())) for name, num_bytes in self._synced.items()]
+        grown = [("INSERT OR REPLACE INTO segments VALUES (?, ?, ?)", row) for row in rows]
+        return [*grown, *(("DELETE FROM segments WHERE name = ?", (path.name,)) for path in self._leaving)]
+
+    def committed(self) -> None:
+        """What `sync` had to say is in the log."""
+        self._synced.clear()
+        for path in self._leaving:
+            path.unlink(missing_ok=True)
+        with self._lock:
+            for path in self._leaving:
+                del self._done[path]
+        self._leaving = []
+
+    def _close_file(self, file: int) -> None:
+        os.close(file)
+        del self._names[file]
 
     def _new_segment(self) -> None:
         old = self._open
@@ -256,6 +288,7 @@ class TokenStore:
         path = self._directory / f"{self._boot:04d}-{self._open:06d}.seg"
         file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._segments[self._open] = Segment(path, file)
+        self._names[file] = path.name
         if old:
             with self._lock:
                 self._full.append(self._segments[old].file)
@@ -264,18 +297,24 @@ class TokenStore:
     def _unlink_if_done(self, number: int) -> None:
         segment = self._segments[number]
         if not segment.users and number != self._open:
-            segment.path.unlink(missing_ok=True)
             del self._segments[number]
+            with self._lock:
+                self._done[segment.path] = None
+
+    def finish(self) -> None:
+        """Nothing more comes: the open segment goes with the next commit if nobody needs it."""
+        last, self._open = self._open, 0
+        with self._lock:
+            self._full.append(self._segments[last].file)
+        self._unlink_if_done(last)
 
     def close(self) -> None:
-        """Sync and close the open segment; unlink it if nothing in it is needed. OSError if the disk does not take it."""
-        segment = self._segments[self._open]
+        """Close what is open. OSError if the disk does not take it."""
         try:
             self.sync()
         finally:
-            os.close(segment.file)
-        if not segment.users:
-            segment.path.unlink(missing_ok=True)
+            for file in list(self._names):
+                self._close_file(file)
 
 
 def _write(file: int, rest: dict[int, bytes]) -> None:

@@ -1,0 +1,54 @@
+"""SQLite's write-ahead log `run.db-wal`: what SQLite leaves out of it without a word.
+
+    header 32 B: … │ page size at 8 │ salts at 16 (8 B) │ …        frame: header 24 B: … │ salts at 8 (8 B) │ …   + a page
+
+SQLite takes the frames up to the last whole commit whose checksums fit (sqlite.org/fileformat2.html). Frames with other salts than
+the header's are what an earlier round left there.
+"""
+
+import math
+import os
+import sqlite3
+import struct
+from pathlib import Path
+
+_HEADER, _FRAME = 32, 24
+
+
+def path_of(database: Path) -> Path:
+    """Of its write-ahead log."""
+    return database.with_name(f"{database.name}-wal")
+
+
+def num_frames(wal: Path) -> int:
+    """Frames of the present round, begun ones included; all, if the header fits none. Raises OSError."""
+    try:
+        file = wal.open("rb")
+    except FileNotFoundError:
+        return 0
+    with file:
+        header, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
+        if len(header) < _HEADER:
+            return min(1, size)
+        stride, salts = _FRAME + _page_size(header), header[16:24]
+        for number, position in enumerate(range(_HEADER, size, stride)):
+            file.seek(position + 8)
+            if file.read(8) != salts and position + _FRAME <= size and number:
+                return number
+        return math.ceil((size - _HEADER) / stride)
+
+
+def _page_size(header: bytes) -> int:
+    (size,) = struct.unpack_from(">I", header, 8)
+    return size if size.bit_count() == 1 and 512 <= size <= 65536 else 4096  # damaged: SQLite's default
+
+
+def left_out(database: Path, frames: int, connection: sqlite3.Connection) -> str:
+    """What SQLite did not take of `frames` (`num_frames` before it was opened), for people; empty if it took everything."""
+    _, taken, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    if taken < 0 or frames <= taken:
+        return ""
+    return (
+        f"{path_of(database)}: {frames - taken} of its {frames} pages are no whole commit and are left out: nobody was told of "
+        "what they held, unless the disk has lost what it had confirmed; workers that know more than the log are refused and lost"
+    )

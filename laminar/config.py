@@ -246,6 +246,9 @@ class RelayConfig(Section, frozen=True, kw_only=True):
     """What a relay may send to its neighbour, Mbit/s; 0 = no limit."""
     transport: Literal["tcp", "ucx", "nixl"] = "tcp"
     """What links between relays are made of: plain sockets, UCX, or NIXL, which brings RDMA; docs/relays.md."""
+    verify_pulls: bool = False
+    """A replica computes the digest of what it pulls again, before it loads it: for memory that is not to be trusted, and for
+    `laminar.chaos`. Costs about one more reading of the weights per pull."""
     streams: int = 1
     """`tcp`: sockets per link, which share its bytes; one is worth 2 to 4 GB/s."""
     require_rdma: bool = False

@@ -283,7 +283,8 @@ class Replica:
             await self._until_quiet()
         self.report()
         began = time.monotonic()
-        lease = await asyncio.to_thread(self._relay.lease, order.version, wait_s=LEASE_WAIT_S)
+        verify = self._config.relay.verify_pulls
+        lease = await asyncio.to_thread(self._relay.lease, order.version, verify=verify, wait_s=LEASE_WAIT_S)
         try:
             if lease.digest != order.digest:
                 raise RefreshError(f"the relay has digest {lease.digest}, the order says {order.digest}")

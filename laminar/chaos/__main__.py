@@ -1,0 +1,285 @@
+"""`python -m laminar.chaos`: faults into a real run, and a report of what they cost."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from laminar import configfile, hosts, processes
+from laminar.chaos import disk, plan, report
+from laminar.chaos.injector import Injector
+from laminar.chaos.journal import Journal
+from laminar.chaos.kinds import KINDS, Kind
+from laminar.chaos.plan import Fault
+from laminar.chaos.roster import Roster, roster
+from laminar.chaos.strikes import Striker
+from laminar.chaos.targets import Targets
+from laminar.chaos.trial import Tail, Trial
+from laminar.config import Config
+from laminar.controller import rundir
+from laminar.controller.rundir import RunDirectory
+from laminar.errors import ConfigError, LaminarError
+from laminar.processes import TOKEN
+from laminar.workers.relay import paths
+
+RESTARTS = 1000  # no limit in the way: a loop of crashes would show as a fault from which the run does not recover
+STEPS = 1_000_000
+CHECKPOINT_EVERY = 10
+LEFT_S = 15.0  # for the last processes to go
+EPILOG = """\
+examples:
+  python -m laminar.chaos --cluster hosts.txt --config my.toml --random --seed 7 --duration 10m
+  python -m laminar.chaos --cluster hosts.txt --config my.toml --plan faults.toml trainer.lr=1e-5
+  python -m laminar.chaos --run runs/my-run --random --duration 5m        # a run that somebody else has started
+  python -m laminar.chaos --report runs/chaos-20260101-120000             # judge it again
+  python -m laminar.chaos --list                                          # all kinds of faults
+
+Exit status: 0 = the report is clean, 1 = it is not, 2 = wrong input. docs/chaos.md explains kinds and report.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status."""
+    options = _parse(arguments)
+    try:
+        if options.list:
+            return _list_kinds()
+        if options.report:
+            return _tell(options, report.make(options.report))
+        return _run(options)
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m laminar.chaos",
+        description="Inject faults into a real run and report what they cost.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument("--cluster", metavar="HOSTS", type=Path, help="start one on these hosts")
+    run.add_argument("--config", metavar="TOML", type=Path, help="its configuration")
+    run.add_argument("overrides", metavar="key=value", nargs="*", help="configuration keys, as for laminar.controller")
+    run.add_argument(
+        "--run", metavar="RUN_DIR", type=Path, help="attach to one that runs; without faults that it could not undo"
+    )
+    faults = parser.add_argument_group("the faults")
+    faults.add_argument("--plan", metavar="TOML", type=Path, help="faults at given times")
+    faults.add_argument(
+        "--random", action="store_true", help="faults drawn from --seed, each after the last one is over"
+    )
+    faults.add_argument("--seed", type=int, default=0)
+    faults.add_argument(
+        "--duration", default="10m", help="of --random, from the first train step on (default: %(default)s)"
+    )
+    faults.add_argument("--gap", default="10s", help="of --random: mean pause after a recovery (default: %(default)s)")
+    faults.add_argument("--kinds", metavar="A,B,…", help="of --random: only these")
+    faults.add_argument("--list", action="store_true", help="print all kinds and end")
+    disks = parser.add_argument_group("fill_disk")
+    disks.add_argument(
+        "--disk-mib", type=int, default=512, help="as root: size of the run's own file system (default: %(default)s)"
+    )
+    disks.add_argument("--disk-quota-mib", type=int, default=1024, help="most that is written (default: %(default)s)")
+    told = parser.add_argument_group("the report")
+    told.add_argument("--report", metavar="RUN_DIR", type=Path, help="only judge a run that is over")
+    told.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
+    told.add_argument("--quiet", action="store_true", help="do not print what the run says")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _list_kinds() -> int:
+    for kind in KINDS.values():
+        print(f"{kind.name:<16} {kind.strikes}: {kind.what}; may cost {kind.cost}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if bool(options.cluster) == bool(options.run):
+        raise ConfigError(
+            "give --cluster HOSTS to start a run, or --run RUN_DIR to attach to one; --help shows examples"
+        )
+    if bool(options.plan) == options.random:
+        raise ConfigError("give --plan FILE, or --random; --help shows examples")
+    if options.run and (options.overrides or options.config):
+        raise ConfigError("--run takes a run as it is: leave --config and key=value away")
+    duration_s, gap_s = plan.seconds(options.duration, "--duration"), plan.seconds(options.gap, "--gap")
+    say = _teller(options)
+    existing = rundir.reopen(options.run) if options.run else None
+    overrides = [] if existing else [f"run.name={_name(options)}", *options.overrides]
+    config = configfile.load(existing.config if existing else options.config, overrides)
+    hosts_file = existing.hosts if existing else options.cluster
+    machines = hosts.load(hosts_file)
+    who = roster(machines)
+    faults, kinds = _faults(options, who, config, gap_s, say)
+    run = existing or RunDirectory((Path(config.run.dir) / config.run.name).absolute())
+    if existing is not None:
+        _check_restarts(config, kinds)
+    elif os.path.lexists(run.database):
+        raise ConfigError(f"the run {run.path} exists; choose another run.name")
+    own_disk = existing is None and "fill_disk" in kinds and not disk.why_not()
+    with contextlib.ExitStack() as stack:
+        if own_disk:
+            say(f"{run.path} is on a file system of its own ({options.disk_mib} MiB) until the end")
+            stack.enter_context(disk.small(run.path, options.disk_mib))
+        trial = Trial(run, (lambda line: None) if options.quiet else say)
+        if existing is not None:
+            trial.attach()
+        else:
+            trial.start(_command(options, config, kinds, overrides, say))
+        also = _inject(options, trial, who, faults, duration_s if options.random else math.inf, say)
+    if not (run.path / "chaos.jsonl").exists():
+        raise ConfigError("no fault struck: " + (trial.lines[-1] if trial.lines else "the run said nothing"))
+    return _tell(options, report.make(run.path, also=also))
+
+
+def _name(options: argparse.Namespace) -> str:
+    return time.strftime("chaos-%Y%m%d-%H%M%S")
+
+
+def _teller(options: argparse.Namespace) -> Callable[[str], None]:
+    stream = sys.stderr if options.json else sys.stdout
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - began:7.1f}] {line}", file=stream, flush=True)
+
+    return say
+
+
+def _faults(
+    options: argparse.Namespace, who: Roster, config: Config, gap_s: float, say: Callable[[str], None]
+) -> tuple[Iterator[Fault], list[str]]:
+    """The faults, and the names of the kinds that may come up. Raises ConfigError for what cannot be done here."""
+    if options.plan:
+        planned = plan.read(options.plan, who, config, options.seed)
+        for fault in planned:
+            if why := _why_not(KINDS[fault.kind], who, options):
+                raise ConfigError(f"{options.plan}: fault {fault.number}: {fault.kind} is not possible: {why}")
+        return iter(planned), sorted({fault.kind for fault in planned})
+    wanted = [plan.kind_named(name.strip(), "--kinds") for name in options.kinds.split(",")] if options.kinds else None
+    able = []
+    for kind in wanted or KINDS.values():
+        why = _why_not(kind, who, options)
+        if why and wanted:
+            raise ConfigError(f"--kinds: {kind.name} is not possible: {why}")
+        if why:
+            say(f"without {kind.name}: {why}")
+        else:
+            able.append(kind)
+    if not able:
+        raise ConfigError("no kind of fault is possible here")
+    return plan.draw(options.seed, able, who, config, gap_s), [kind.name for kind in able]
+
+
+def _why_not(kind: Kind, who: Roster, options: argparse.Namespace) -> str:
+    """Why a kind cannot strike in this run; empty = it can."""
+    if not kind.targets(who):
+        return f"there is nothing to strike ({kind.strikes})"
+    if kind.own_run and options.run:
+        return "it could not be undone in a run that somebody else has started"
+    if kind.name in ("cut", "drop_frames", "partition") and os.geteuid() != 0:
+        return "it needs root"
+    return ""
+
+
+def _check_restarts(config: Config, kinds: list[str]) -> None:
+    """Raises ConfigError for faults that would end a run whose limits cannot be raised."""
+    limits = {"rollout": config.rollout.restarts, "relay": config.relay.restarts, "trainer": config.trainer.restarts}
+    for name in kinds:
+        for part in KINDS[name].may_lose:
+            if not limits[part]:
+                raise ConfigError(f"{name} may end this run: it has {part}.restarts = 0; leave it out (--kinds)")
+
+
+def _command(
+    options: argparse.Namespace, config: Config, kinds: list[str], overrides: list[str], say: Callable[[str], None]
+) -> list[str]:
+    """Arguments of the controller, with the limits that faults would run into raised."""
+    given = {override.partition("=")[0] for override in options.overrides}
+    wanted = {
+        "run.steps": STEPS,
+        "rollout.restarts": RESTARTS,
+        "relay.restarts": RESTARTS,
+        "trainer.restarts": RESTARTS,
+        "controller.console": "plain",
+    }
+    if not config.trainer.checkpoint_every:
+        wanted["trainer.checkpoint_every"] = CHECKPOINT_EVERY
+    if "corrupt" in kinds:
+        wanted["relay.verify_pulls"] = "true"
+    raised = [f"{key}={value}" for key, value in wanted.items() if key not in given]
+    say(f"set for this run: {' '.join(raised)}")
+    files = ["--cluster", str(options.cluster), *(["--config", str(options.config)] if options.config else [])]
+    return [*files, *overrides, *raised]
+
+
+def _inject(
+    options: argparse.Namespace,
+    trial: Trial,
+    who: Roster,
+    faults: Iterator[Fault],
+    duration_s: float,
+    say: Callable[[str], None],
+) -> dict[str, list[str]]:
+    """Until the plan, the time or the run is over; then stop a run of ours. Further checks with their findings."""
+    tail = Tail(trial.run.database, from_now=not trial.is_own)
+    targets = Targets(trial.run, lambda: trial.pid)
+    striker = Striker(trial, targets, who, options.disk_quota_mib << 20, options.seed)
+    journal = Journal(trial.run.path)
+    injector = Injector(trial, journal, striker, tail, say)
+    token, over_early = "", False
+    try:
+        if injector.await_first_step():
+            token = trial.run.token.read_text()
+            injector.run(faults, time.time() + duration_s)
+        over_early = trial.is_over
+    except KeyboardInterrupt:
+        say("interrupted: no more faults")
+    finally:
+        code = trial.stop()
+    if not trial.is_own:
+        return {}
+    findings = [] if code == 0 and not over_early else [f"the run ended with exit code {code}: {_last(trial)}"]
+    return {"the run ended when it was told to": findings, "nothing left behind": _left(token, trial.run)}
+
+
+def _last(trial: Trial) -> str:
+    said = [line for line in trial.lines if "the run failed" in line] or trial.lines[-1:]
+    return said[0] if said else "it said nothing"
+
+
+def _left(token: str, run: RunDirectory) -> list[str]:
+    """Processes and shared memory of a run that is over."""
+    deadline = time.monotonic() + LEFT_S
+    for wait in itertools.count():
+        found = processes.marked({TOKEN: token}) if token else []
+        shm = [path for path in paths.SHM_ROOT.glob(f"{paths.PREFIX}{run.name}-*")]
+        if not (found or shm) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1 if wait < 10 else 0.5)
+    return [f"pid {p.pid}: {p.name()}" for p in found] + [str(path) for path in shm]
+
+
+def _tell(options: argparse.Namespace, found: report.Report) -> int:
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+    else:
+        width = None if sys.stdout.isatty() else 180
+        report.show(found, Console(width=width))
+    return 0 if found.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

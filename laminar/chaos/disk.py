@@ -1,0 +1,46 @@
+"""A small file system of its own for a run, so that it can be filled without harm to anybody else. Needs root.
+
+It is a tmpfs in a private mount namespace of this process and what it starts, and so goes with the last of them. At the end what
+the run has left is copied to where it belongs.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from laminar.errors import StartError
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x00020000, 0x4000, 0x40000, 2
+
+
+def why_not() -> str:
+    """Why there can be none; empty = there can."""
+    return "" if os.geteuid() == 0 else "a file system of its own needs root"
+
+
+@contextlib.contextmanager
+def small(directory: Path, num_mib: int) -> Iterator[None]:
+    """`directory` is on a file system of so many MiB. Call it before any thread begins. Raises StartError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    beneath = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _call("unshare", CLONE_NEWNS)
+        _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+        _call("mount", b"tmpfs", os.fsencode(directory), b"tmpfs", 0, f"size={num_mib}m,mode=755".encode())
+        try:
+            yield
+        finally:
+            shutil.copytree(directory, f"/proc/self/fd/{beneath}", dirs_exist_ok=True, symlinks=True)
+            _call("umount2", os.fsencode(directory), MNT_DETACH)
+    finally:
+        os.close(beneath)
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        why = os.strerror(ctypes.get_errno())
+        raise StartError(f"no file system of its own for the run: {name}: {why}; leave fill_disk out (--kinds)")

@@ -82,6 +82,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Draw prompts in a new seeded order every epoch."""
     eval_prompts: int = 128
     """Held-out prompts for the greedy accuracy before and after; 0 = no evaluation."""
+    eval_timeout_s: float = 1800.0
+    """An evaluation that takes longer is tried on another replica, at most three times."""
     eval_dataset: str = ""
     """File with held-out prompts, for data sets that are files; empty = no evaluation for files."""
 
@@ -219,6 +221,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     restarts: int = 0
     """A trainer that is lost is started again from its newest checkpoint this often without a further checkpoint in between, while
     rollouts go on; the steps since are redone: all of them if there is no checkpoint yet (`checkpoint_every`). 0 = the run ends."""
+    step_timeout_s: float = 3600.0
+    """A train step, or a checkpoint, that takes longer means that the trainer hangs: it is lost, see `restarts`; 0 = it may take
+    for ever. Longer than the first step, which may compile."""
     keep_last: int = 2
     """Older checkpoints are deleted."""
 
@@ -275,6 +280,9 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     """A worker without a controller for this long stops and unlinks its shared memory."""
     start_timeout_s: float = 180.0
     """A worker that was launched and did not join within this time failed to start."""
+    stall_after_s: float = 300.0
+    """A run in which for so long no token comes, no step ends and no version is published, although there is something to do,
+    raises an alarm and writes down who waits for what; 0 = never. Longer than the first step, which may compile; docs/stalls.md."""
     log_commit_s: float = 0.05
     """Group commit: events reach the disk at most this much later."""
     console: Literal["auto", "live", "plain"] = "auto"

@@ -65,12 +65,14 @@ _LEAST: dict[str, int] = {
     "buffer.max_groups": 0,
     "trainer.checkpoint_every": 0,
     "trainer.restarts": 0,
+    "trainer.step_timeout_s": 0,
+    "controller.stall_after_s": 0,
     "trainer.micro_batch_tokens": 1,
     "relay.rate_limit_mbit": 0,
 }
 """Smallest value that means something."""
 _POSITIVE = (
-    "task.reward_timeout_s", "task.agent_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s",
+    "task.reward_timeout_s", "task.agent_timeout_s", "task.eval_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s",
     "controller.orphan_timeout_s", "controller.start_timeout_s", "controller.log_commit_s",
 )  # fmt: skip
 """Time limits: at 0 whatever they limit would be given up before it began."""

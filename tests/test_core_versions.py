@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.core import actions, events, versions
-from laminar.core.records import Branch
+from laminar.core.trainer_records import Branch
 from laminar.ids import Version, WorkerId
 from tests.core_world import Driver, of, settings
 

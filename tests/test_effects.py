@@ -22,9 +22,10 @@ from laminar.controller.server import Server
 from laminar.controller.tokens import TokenStore
 from laminar.core import actions, events
 from laminar.core.engine import Core
-from laminar.core.records import Branch, Timings, Trajectory
+from laminar.core.records import Timings, Trajectory
 from laminar.core.sampling import BufferView, GroupView, Sampler
 from laminar.core.settings import Settings
+from laminar.core.trainer_records import Branch
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.link import Link

@@ -17,8 +17,9 @@ from laminar.controller.runtime import Runtime
 from laminar.controller.telemetry import Telemetry
 from laminar.core import events
 from laminar.core.engine import Core
-from laminar.core.records import Group, GroupState, Step, Timings, Trajectory
+from laminar.core.records import Group, GroupState, Timings, Trajectory
 from laminar.core.settings import Settings
+from laminar.core.trainer_records import Step
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 from laminar.workers.agents.session import Counted
 

@@ -80,6 +80,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="with --resume: from the last checkpoint, also if the controller died",
     )
+    parser.add_argument(
+        "--why-stalled",
+        metavar="RUN_DIR",
+        nargs="?",
+        const="",
+        help="ask the controller of a run (default: the latest) who waits for what, since when and until when, and print its and "
+        "its workers' stacks; docs/stalls.md",
+    )
     parser.add_argument("--version", action="version", version=f"laminar {__version__}")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="configuration keys, for example trainer.lr=1e-5"
@@ -91,7 +99,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _why_stalled(path: str) -> int:
+    from rich.console import Console
+
+    from laminar.controller import waitreport
+
+    run = rundir.reopen(Path(path) if path else rundir.latest(Path("runs")))
+    waitreport.show(waitreport.ask(run), Console())
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.why_stalled is not None:
+        return _why_stalled(options.why_stalled)
     run = None
     if options.resume is not None:
         run = rundir.reopen(Path(options.resume) if options.resume else rundir.latest(Path("runs")))

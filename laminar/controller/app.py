@@ -28,6 +28,7 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.intake import Intake
+from laminar.controller.loopwatch import LoopWatch
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
@@ -38,6 +39,7 @@ from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
+from laminar.controller.whystalled import WhyStalled
 from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
@@ -153,7 +155,10 @@ class Application:
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
+            stalled=lambda: self._runtime.own(self._why.write(), "why-stalled"),
         )
+        self._loop_watch = LoopWatch(run.logs, self._on_blocked)
+        self._why = WhyStalled(run.path, self._runtime, self._channels, self._log, run.logs)
         self._intake = Intake(self._runtime, self._log, self._tokens, self._telemetry, self._effects.perform)
         self._crew = Crew(
             config=config,
@@ -205,10 +210,14 @@ class Application:
         self._server.token_rows = self._tokens.rows
         self._server.on_drain = self._on_drain
         self._server.status = self._status
+        self._server.why_stalled = self._why.report
+        self._intake.on_stacks = self._why.on_stacks
 
     async def _start(self) -> None:
         self._log.start(self._channels.acknowledge)
         self._runtime.start()
+        self._runtime.own(self._why.watch_tasks(), "watch-tasks")
+        self._runtime.own(self._loop_watch.run(), "watch-loop")
         url = await self._listen()
         self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
@@ -294,6 +303,10 @@ class Application:
             self._display.say("the disk takes everything again")
         self._post(events.StorageRecovered() if reason is None else events.StorageFailed(reason=reason))
 
+    def _on_blocked(self, seconds: float) -> None:
+        text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop_watch.path} says in what"
+        self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name="controller-blocked", text=text))
+
     def _on_drain(self, worker: WorkerId) -> str:
         refusal = fleet.why_not_drained(self._runtime.core.state, worker)
         self._post(events.DrainRequested(worker=worker))
@@ -322,6 +335,7 @@ class Application:
         await self._crew.stop()
         await self._runtime.close()
         await self._server.close()
+        self._loop_watch.close()
         self._leave_nothing()
         self._tokens.finish()
         self._log.close(outcome=self._outcome.reason)

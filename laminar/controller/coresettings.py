@@ -48,4 +48,8 @@ def settings_of(config: Config, prompts: PromptSet) -> Settings:
         evaluate=bool(prompts.held_out),
         drops_without_progress_max=max(DROPS_MIN, config.buffer_groups_max),
         reconnect_grace_s=config.controller.heartbeat_timeout_s,
+        start_timeout_s=config.controller.start_timeout_s,
+        step_timeout_s=config.trainer.step_timeout_s,
+        evaluation_timeout_s=config.task.eval_timeout_s,
+        stall_after_s=config.controller.stall_after_s,
     )

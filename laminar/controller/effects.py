@@ -59,6 +59,7 @@ NOT_REPLAYED = (
     actions.AskSampler,  # asked anew
     actions.StartWorker,  # processes are looked for, see `laminar.controller.recovery`
     actions.RaiseAlarm,  # told already
+    actions.Stalled,
     actions.FinishRun,
 )
 
@@ -80,6 +81,7 @@ class Effects:
         stop_process: Callable[[WorkerId], None],
         start_process: Callable[[WorkerId], None],
         alarm: Callable[[str, str], None],
+        stalled: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
         self.tokens = tokens
@@ -88,7 +90,7 @@ class Effects:
             keep_last,
             GuardedSampler(sampler) if sampler else None,
         )
-        self._stop_process, self._alarm = stop_process, alarm
+        self._stop_process, self._alarm, self._stalled = stop_process, alarm, stalled
         self._start_process = start_process
         self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
         """Where relays listen for their neighbours."""
@@ -108,6 +110,7 @@ class Effects:
             actions.StopWorker: self._stop_worker,
             actions.StartWorker: lambda a: self._start_process(a.worker),
             actions.RaiseAlarm: self._raise_alarm,
+            actions.Stalled: lambda a: self._stalled(),
         }
 
     def perform(self, action: actions.AnyAction) -> None:

@@ -27,6 +27,7 @@ class Intake:
         telemetry: Telemetry,
         alarm: Callable[[actions.RaiseAlarm], None],
     ) -> None:
+        self.on_stacks: Callable[[Channel, wire.Stacks], None] = lambda channel, answer: None
         self.joined: set[str] = set()
         """Workers that were ever heard."""
         self._runtime, self._log, self._tokens, self._telemetry, self._alarm = runtime, log, tokens, telemetry, alarm
@@ -54,7 +55,9 @@ class Intake:
         event = channel.origin.to_event(message)
         if event is not None:
             return self._runtime.post(event, frame)
-        if frame is not None:
+        if isinstance(message, wire.Stacks):
+            self.on_stacks(channel, message)
+        elif frame is not None:
             self._log.heard(frame)
         return self._runtime.seq + 1  # that event commits with, or after, the word of this frame
 

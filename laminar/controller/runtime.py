@@ -73,6 +73,11 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def num_waiting(self) -> int:
+        """Actions that wait for the disk."""
+        return len(self._waiting)
+
+    @property
     def seq(self) -> int:
         """Number of the last event."""
         return self.core.state.seq

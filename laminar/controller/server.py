@@ -11,7 +11,7 @@ said goodbye; a peer that neither reads nor writes cannot delay that, nor the en
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
@@ -42,6 +42,7 @@ class Server:
         self.on_drain: Callable[[WorkerId], str] = lambda worker: ""
         """Why the replica is not drained; empty = it is."""
         self.status: Callable[[], dict[str, Any]] = dict
+        self.why_stalled: Callable[[], Awaitable[dict[str, Any]]] = _nothing
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
         self._channels, self._token, self._run_id, self._config = channels, token, run_id, config
@@ -55,6 +56,7 @@ class Server:
         app.router.add_get("/v1/channel", self._channel)
         app.router.add_post("/v1/tokens", self._tokens)
         app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/why-stalled", self._why_stalled)
         app.router.add_post("/v1/drain/{worker}", self._drain)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
@@ -100,6 +102,9 @@ class Server:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self.status())
+
+    async def _why_stalled(self, request: web.Request) -> web.Response:
+        return web.json_response(await self.why_stalled())
 
     async def _tokens(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -210,6 +215,10 @@ class Server:
             except (ConnectionError, TimeoutError, RuntimeError):
                 await _close(socket)
                 return
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
 
 
 def _binary(frame: WSMessage) -> bytes:

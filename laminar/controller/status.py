@@ -16,6 +16,7 @@ def status_of(core: Core) -> dict[str, object]:
         "steps": core.settings.steps,
         "buffer_groups": len(state.buffer),
         "new_groups": _new_groups(core),
+        "stalled_for_s": state.at - state.stall.since if state.stall.told else None,
         "replicas": _replicas(core),
         "relays": _relays(state),
         "failovers": msgspec.to_builtins(state.num_failovers),

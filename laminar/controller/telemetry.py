@@ -33,6 +33,7 @@ class Window(msgspec.Struct, kw_only=True):
     device_copy_s: float = 0.0
     host_copy_s: float = 0.0
     num_failed: int = 0
+    stalled_s: float = 0.0
     agents: dict[str, int] = {}
 
 
@@ -45,6 +46,8 @@ class Telemetry:
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
+        self._stalled_since = 0.0
+        """Run time from which on the run has been stalled; 0 = it is not."""
 
     def close(self) -> None:
         """Flush the file."""
@@ -106,12 +109,21 @@ class Telemetry:
 
     def observe(self, event: events.AnyEvent) -> None:
         """Called after the core took an event."""
+        self._observe_stall(event.at)
         if not isinstance(event, events.StepFinished):
             return
         step = self._runtime.core.state.steps.get(event.step)
         done = step is not None and step.done and step.attempt == event.attempt
         if done and not (self.history and self.history[-1]["step"] == event.step):
             self._finish_step(event)
+
+    def _observe_stall(self, at: float) -> None:
+        stall = self._runtime.core.state.stall
+        if stall.told:
+            self._stalled_since = stall.since
+        elif self._stalled_since:
+            self._window.stalled_s += at - self._stalled_since
+            self._stalled_since = 0.0
 
     def _finish_step(self, event: events.StepFinished) -> None:
         state = self._runtime.core.state
@@ -161,6 +173,7 @@ class Telemetry:
             "rollout/num_pulls": float(window.num_pulls),
             "rollout/num_failed": float(window.num_failed),
             "event_loop_lag/max": self._runtime.take_lag(),
+            "laminar/stalled_s": window.stalled_s,
             **{f"agent/{name}": float(num) for name, num in window.agents.items()},
         }
 

@@ -177,6 +177,13 @@ class RaiseAlarm(Action, frozen=True, kw_only=True):
     text: str
 
 
+class Stalled(Action, frozen=True, kw_only=True):
+    """Nothing useful has happened since then although there is something to do: write down who waits for what."""
+
+    since: float
+    """Run time, seconds."""
+
+
 class FinishRun(Action, frozen=True, kw_only=True):
     """The run is over."""
 
@@ -186,5 +193,6 @@ class FinishRun(Action, frozen=True, kw_only=True):
 
 AnyAction = (
     StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | RetainVersions
-    | SaveCheckpoint | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | FinishRun
+    | SaveCheckpoint | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | Stalled
+    | FinishRun
 )  # fmt: skip

@@ -24,13 +24,14 @@ from laminar.core import (
     relays,
     retention,
     snapshot,
+    stall,
     storage,
     story,
     stragglers,
     training,
     versions,
 )
-from laminar.core.actions import AnyAction
+from laminar.core.actions import AnyAction, StopWorker
 from laminar.core.decisions import (
     AnyDecision,
     DispatchNew,
@@ -79,6 +80,8 @@ class Core:
         _HANDLERS[type(event)](turn, event)
         if state.dirty or skipped or not isinstance(event, events.ReplicaReported):
             _settle(turn)  # else it is a frame in which nothing ended, as most are: what was settled before still is
+        if state.stall.told:
+            stall.look(turn)
         return turn.actions
 
     def next_deadline(self) -> float | None:
@@ -86,12 +89,14 @@ class Core:
         state = self.state
         if state.finished:
             return None
-        moments = [state.repack.next_at, state.health_check_at, state.stragglers_at]
+        moments = [state.repack.next_at, state.health_check_at, state.stragglers_at, state.stall.check_at]
+        moments.append(training.deadline(state, self.settings.step_timeout_s))
+        moments.append(evaluation.deadline(state, self.settings.evaluation_timeout_s))
         if state.versions:
             newest = state.versions[-1]
             moments += (newest.deadline, newest.awaited_until)
         if state.restarts:
-            moments += [record.due_at for record in state.restarts.values()]
+            moments += [moment for record in state.restarts.values() for moment in (record.due_at, record.start_by)]
         moments += state.pulls.values()
         moments += state.silent.values()
         if state.stop_by > state.at:
@@ -114,6 +119,7 @@ class Core:
 def _on_started(turn: Turn, event: events.RunStarted) -> None:
     turn.state.started, turn.state.boot, turn.state.branch_floor = True, event.boot, event.branch_floor
     moves.trigger(turn)
+    stall.begin(turn)
 
 
 def _on_stop(turn: Turn, event: events.StopRequested) -> None:
@@ -188,6 +194,15 @@ def _lose_starting(turn: Turn, worker: WorkerId, reason: str, role: recovery.Rol
     lose[role](turn, worker, reason)
 
 
+def _give_up_starting(turn: Turn, worker: WorkerId) -> None:
+    """What was started again has not joined in time: whatever it hangs in, another try may not."""
+    record = turn.state.restarts[worker]
+    reason = f"it was started again and did not join within {turn.settings.start_timeout_s:g} s"
+    fenced = turn.state.fenced.get(worker, 0)
+    turn.emit(StopWorker(cause=turn.cause, worker=worker, incarnation=fenced, reason=reason))
+    _lose_starting(turn, worker, reason, record.role)
+
+
 def _on_report(turn: Turn, event: events.ReplicaReported) -> None:
     health.on_report(turn, event)
     stragglers.on_report(turn, event)
@@ -209,7 +224,12 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
     for replica, reason in health.check(turn):
         fleet.lose(turn, replica, reason)
     stragglers.check(turn)
+    evaluation.check(turn)
+    training.check(turn)
+    for late in recovery.overdue(turn):
+        _give_up_starting(turn, late)
     recovery.start_due(turn)
+    stall.check(turn)
     if state.repack.next_at and state.repack.next_at <= turn.at:
         moves.trigger(turn)
 

@@ -1,9 +1,9 @@
 """Greedy accuracy on held-out prompts before the first and after the last step, by one replica each."""
 
-from laminar.core import fleet, health, versions
-from laminar.core.actions import RunEvaluation
+from laminar.core import fleet, health, story, versions
+from laminar.core.actions import RaiseAlarm, RunEvaluation
 from laminar.core.events import EvaluationFailed, EvaluationFinished
-from laminar.core.records import Evaluation
+from laminar.core.records import Evaluation, State
 from laminar.core.turn import Turn
 
 FAILURES_MAX = 3  # an evaluation that failed three times must not hold up the end of the run
@@ -48,7 +48,7 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
             evaluation.version = newest.version if newest else evaluation.version  # its version is gone
         return
     health.given(turn, able[0], 1)
-    evaluation.worker = able[0].id
+    evaluation.worker, evaluation.since = able[0].id, turn.at
     assert evaluation.version is not None
     turn.emit(RunEvaluation(cause=turn.cause, worker=able[0].id, evaluation=evaluation.id, version=evaluation.version))
 
@@ -77,9 +77,32 @@ def on_failed(turn: Turn, event: EvaluationFailed) -> None:
     """Try again elsewhere, a few times."""
     for evaluation in turn.state.evaluations:
         if evaluation.id == event.evaluation and not evaluation.done:
-            evaluation.num_failures += 1
-            evaluation.done = evaluation.num_failures >= FAILURES_MAX
-            _release(turn, evaluation)
+            _fail(turn, evaluation)
+
+
+def _fail(turn: Turn, evaluation: Evaluation) -> None:
+    evaluation.num_failures += 1
+    evaluation.done = evaluation.num_failures >= FAILURES_MAX
+    _release(turn, evaluation)
+
+
+def deadline(state: State, timeout_s: float) -> float:
+    """When the first evaluation under way has lasted too long; 0 = none is under way."""
+    under_way = [e.since for e in state.evaluations if e.worker is not None and not e.done]
+    return min(under_way) + timeout_s if under_way else 0.0
+
+
+def check(turn: Turn) -> None:
+    """Those that have lasted too long are tried elsewhere, as if they had failed."""
+    for evaluation in turn.state.evaluations:
+        if evaluation.worker is None or evaluation.done:
+            continue
+        if evaluation.since + turn.settings.evaluation_timeout_s <= turn.at:
+            limit = f"task.eval_timeout_s = {turn.settings.evaluation_timeout_s:g}"
+            text = f"evaluation {evaluation.name!r} by {evaluation.worker} did not end within {limit}"
+            turn.emit(RaiseAlarm(cause=turn.cause, name="evaluation-timeout", text=text))
+            turn.tell(text, story.worker(evaluation.worker))
+            _fail(turn, evaluation)
 
 
 def supersede(turn: Turn, restored: int) -> None:

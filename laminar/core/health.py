@@ -82,13 +82,13 @@ def on_report(turn: Turn, event: ReplicaReported) -> None:
     replica = state.replicas.get(event.worker)
     if replica is None or replica.incarnation != event.incarnation:
         return
-    num_tokens, num_generating, owed = state.ledger.tokens.total, replica.num_generating, _owes(replica)
+    num_tokens, num_generating, owed = state.ledger.tokens.total, replica.num_generating, owes(replica)
     groups.on_report(turn, event)
     progressed = state.ledger.tokens.total > num_tokens or replica.num_generating < num_generating
     progressed |= event.busy_s > 0 and _evaluates(state, replica)
     if progressed:
         replica.progress_at = turn.at
-    if progressed or not (owed and _owes(replica)):
+    if progressed or not (owed and owes(replica)):
         replica.stalled_since = turn.at
         if replica.suspect:
             _quarantine(turn, replica)
@@ -100,7 +100,8 @@ def returned(turn: Turn, replica: Replica) -> None:
     turn.state.dirty[replica.id] = None
 
 
-def _owes(replica: Replica) -> bool:
+def owes(replica: Replica) -> bool:
+    """Whether tokens are to be expected of it, by its last report and what it was given since."""
     num_paused = replica.num_generating - replica.num_running - replica.num_waiting
     return replica.num_running > 0 or (replica.num_waiting > 0 and num_paused <= 0)
 
@@ -146,7 +147,7 @@ def _judged(turn: Turn, replica: Replica) -> str:
         replica.stalled_since = turn.at  # silence has a deadline of its own
     stalled_s = turn.at - replica.stalled_since
     timeout_s = turn.settings.progress_timeout_s
-    if stalled_s < timeout_s or not _owes(replica):
+    if stalled_s < timeout_s or not owes(replica):
         return ""
     if stalled_s >= 2 * timeout_s:
         return f"it answers but makes no progress: {stall(turn, replica)}"

@@ -59,6 +59,9 @@ def _not_negative(s: Settings) -> dict[str, float]:
         "relay_restarts_max": s.relay_restarts_max,
         "progress_timeout_s": s.progress_timeout_s,
         "staleness_budget": s.staleness_budget,
+        "start_timeout_s": s.start_timeout_s,
+        "step_timeout_s": s.step_timeout_s,
+        "stall_after_s": s.stall_after_s,
     }
 
 
@@ -68,6 +71,7 @@ def _positive(s: Settings) -> dict[str, float]:
         "refresh_timeout_s": s.refresh_timeout_s,
         "publish_timeout_s": s.publish_timeout_s,
         "stop_grace_s": s.stop_grace_s,
+        "evaluation_timeout_s": s.evaluation_timeout_s,
         "sampler_budget_ms": s.sampler_budget_ms,
     }
 

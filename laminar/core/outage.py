@@ -61,6 +61,12 @@ def _shift(state: State, seconds: float) -> None:
     state.pulls = {worker: _later(at, seconds) for worker, at in state.pulls.items()}
     for restart in state.restarts.values():
         restart.due_at = _later(restart.due_at, seconds)
+        restart.start_by = _later(restart.start_by, seconds)
+    for evaluation in state.evaluations:
+        evaluation.since = _later(evaluation.since, seconds)
+    state.trainer.running_since = _later(state.trainer.running_since, seconds)
+    state.trainer.saving_since = _later(state.trainer.saving_since, seconds)
+    state.stall.since = _later(state.stall.since, seconds)
     state.repack.next_at = _later(state.repack.next_at, seconds)
     state.stop_by = _later(state.stop_by, seconds)
 

@@ -43,6 +43,11 @@ def steps_per_trajectory(pace: Pace) -> float:
     return _value(pace.generation_s) / _value(pace.step_s)
 
 
+def seconds_per_step(pace: Pace) -> float:
+    """Between the ends of train steps, on average; 0 = not known yet."""
+    return _value(pace.step_s) if pace.step_s.weight else 0.0
+
+
 def _add(mean: Mean, value: float, decay: float) -> None:
     mean.weight = mean.weight * decay + 1.0
     mean.total = mean.total * decay + value

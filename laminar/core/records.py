@@ -15,6 +15,7 @@ import msgspec
 from laminar.core.decisions import HeldDecision, Transfer
 from laminar.core.pace import Pace
 from laminar.core.relay_records import Chain, Failover, Failovers, Relay
+from laminar.core.trainer_records import Branch, Step, Trainer
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 
 
@@ -177,48 +178,6 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     published_at: float = 0.0
 
 
-class Branch(msgspec.Struct, kw_only=True, frozen=True):
-    """A restore of the trainer: `branch` goes on from `fork_step` of the branch before."""
-
-    branch: int
-    fork_step: int
-
-
-class Step(msgspec.Struct, kw_only=True):
-    """A leased batch and what became of it."""
-
-    step: int
-    attempt: int
-    groups: list[GroupId]
-    done: bool = False
-
-
-class Trainer(msgspec.Struct, kw_only=True):
-    """The trainer as the core sees it. Commands are executed in the order sent."""
-
-    launch: WorkerId | None = None
-    """What is started again as a whole, named after the node whose rank was ready first: ``trainer-0`` of ``trainer-0/1``."""
-    ranks: dict[WorkerId, int] = {}
-    """Ready ranks of the present launch: worker -> incarnation."""
-    hosts: dict[WorkerId, str] = {}
-    """Where each rank runs, or ran last."""
-    world_size: int = 0
-    ready: bool = False
-    step: int = 0
-    """Last step whose updates are applied."""
-    branch: int = -1
-    """-1 = no trainer has been ready yet."""
-    running: int = 0
-    """Step in progress, 0 = none."""
-    saving: int = -1
-    """Step whose checkpoint is being written, -1 = none."""
-    checkpoint: int = -1
-    """Last step with a complete checkpoint, -1 = none."""
-    checkpoint_version: Version | None = None
-    """The version whose weights are in it, as far as this run saved it."""
-    num_failed_saves: int = 0
-
-
 class Restart(msgspec.Struct, kw_only=True):
     """What was done to bring a lost worker back."""
 
@@ -229,6 +188,8 @@ class Restart(msgspec.Struct, kw_only=True):
     """When it is to be started; 0 = not waiting."""
     starting: bool = False
     """It was started and has not joined."""
+    start_by: float = 0.0
+    """When that has lasted too long; 0 = it may last for ever, or it is not starting."""
     joined_at: float = 0.0
     reason: str = ""
     """Why it was lost the last time."""
@@ -268,6 +229,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
     """``before`` or ``after``; ``superseded`` = of weights that a restore of the trainer has undone."""
     version: Version | None = None
     worker: WorkerId | None = None
+    since: float = 0.0
+    """When `worker` was asked."""
     done: bool = False
     accuracy: float = 0.0
     """Share of the prompts with full reward."""
@@ -284,6 +247,19 @@ class PromptPool(msgspec.Struct, kw_only=True):
     position: int = 0
     returned: list[PromptId] = []
     """Prompts of groups that a stop interrupted: drawn again first."""
+
+
+class Stall(msgspec.Struct, kw_only=True):
+    """Whether the run gets anywhere (`laminar.core.stall`)."""
+
+    progress: tuple[float, ...] = ()
+    """Counts of what is useful, as last seen."""
+    since: float = 0.0
+    """When they last changed, or nothing was expected; 0 = not looked at yet."""
+    check_at: float = 0.0
+    """When they are looked at next; 0 = never."""
+    told: bool = False
+    """People know that it does not."""
 
 
 class Account(msgspec.Struct, kw_only=True):
@@ -374,6 +350,8 @@ class State(msgspec.Struct, kw_only=True):
     """The fleet or the versions held have changed since it was chosen who drains to refresh and which relays keep what."""
     storage_failure: str = ""
     """Why nothing can be written; empty = the disk works."""
+    storage_failed_at: float = 0.0
+    stall: Stall = msgspec.field(default_factory=Stall)
     stop_by: float = 0.0
     """A stopped run waits for the disk until then; 0 = it has not had to."""
     num_drops_in_row: int = 0

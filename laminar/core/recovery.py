@@ -32,7 +32,7 @@ def plan(turn: Turn, worker: WorkerId, reason: str, role: Role = "rollout") -> b
     if state.stopping:
         return False
     record = state.restarts.setdefault(worker, Restart(role=role))
-    record.starting, record.joined_at, record.reason = False, 0.0, reason
+    record.starting, record.start_by, record.joined_at, record.reason = False, 0.0, 0.0, reason
     if record.num >= restarts_max:
         record.due_at, record.evicted = 0.0, True
         if not restarts_max:
@@ -51,8 +51,15 @@ def start_due(turn: Turn) -> None:
     for worker, record in turn.state.restarts.items():
         if record.due_at and record.due_at <= turn.at:
             record.due_at, record.starting = 0.0, True
+            record.start_by = turn.at + turn.settings.start_timeout_s if turn.settings.start_timeout_s else 0.0
             if not turn.state.stopping:
                 turn.emit(StartWorker(cause=turn.cause, worker=worker))
+
+
+def overdue(turn: Turn) -> list[WorkerId]:
+    """Workers that were started again and have not joined in time."""
+    records = turn.state.restarts.items()
+    return [worker for worker, record in records if record.start_by and record.start_by <= turn.at]
 
 
 def joined(turn: Turn, worker: WorkerId) -> None:
@@ -60,6 +67,7 @@ def joined(turn: Turn, worker: WorkerId) -> None:
     record = turn.state.restarts.get(worker)
     if record is not None:
         record.due_at, record.starting, record.joined_at, record.evicted = 0.0, False, turn.at, False
+        record.start_by = 0.0
 
 
 def worked(turn: Turn, worker: WorkerId, until: float) -> None:

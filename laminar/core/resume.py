@@ -6,7 +6,8 @@ trajectories are dropped{resume} in the ledger.
 
 import msgspec
 
-from laminar.core.records import Account, Branch, Evaluation, Ledger, PromptPool, State
+from laminar.core.records import Account, Evaluation, Ledger, PromptPool, State
+from laminar.core.trainer_records import Branch
 
 
 class DataState(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas can load weights from the trainer's last checkpoint, for siblings whose version no relay holds any more."""
     reconnect_grace_s: float = 20.0
     """A worker whose channel broke is lost after this long."""
+    start_timeout_s: float = 0.0
+    """A worker that was started again and has not joined for so long is lost; 0 = it may take for ever."""
+    step_timeout_s: float = 0.0
+    """A train step, or a checkpoint, that takes longer means that the trainer hangs; 0 = it may take for ever."""
+    evaluation_timeout_s: float = 1800.0
+    """An evaluation that takes longer has failed on this replica."""
+    stall_after_s: float = 0.0
+    """A run in which nothing useful happens for so long is stalled, and people are told (`laminar.core.stall`); 0 = never."""
     refresh_timeout_s: float = 120.0
     """A pull that takes longer means that the replica hangs."""
     await_publication_s: float = 0.0

@@ -16,6 +16,7 @@ def on_failed(turn: Turn, event: StorageFailed) -> None:
     if not turn.state.storage_failure:
         text = f"nothing can be written: {event.reason}; no group, step or checkpoint begins until that is cleared"
         turn.emit(RaiseAlarm(cause=turn.cause, name="storage-failed", text=text))
+        turn.state.storage_failed_at = turn.at
     turn.state.storage_failure = event.reason
 
 

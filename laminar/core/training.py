@@ -21,8 +21,9 @@ from laminar.core.actions import (
 )
 from laminar.core.decisions import TakeBatch
 from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, StepFinished, TrainerRankReady
-from laminar.core.records import Branch, GroupState, State, Step, Trajectory
+from laminar.core.records import GroupState, State, Trajectory
 from laminar.core.resume import data_state
+from laminar.core.trainer_records import Branch, Step
 from laminar.core.turn import Turn
 from laminar.ids import GroupId, Version, WorkerId
 
@@ -172,7 +173,7 @@ def start_leased(turn: Turn) -> bool:
         return False
     if turn.state.stopping or turn.state.storage_failure:
         return False
-    trainer.running = step.step
+    trainer.running, trainer.running_since = step.step, turn.at
     rows = [_row(trajectory) for trajectory in _members(turn, step.groups)]
     turn.emit(StartTrainStep(cause=turn.cause, step=step.step, attempt=step.attempt, rows=rows))
     turn.tell(f"train step started, attempt {step.attempt}, {len(rows)} trajectories", story.step(step.step))
@@ -217,6 +218,23 @@ def on_step_failed(turn: Turn, event: StepFailed) -> None:
         _abandon(turn, f"train step {event.step} failed: {event.reason}")
 
 
+def check(turn: Turn) -> None:
+    """Give up a trainer whose step or checkpoint has lasted too long: its heartbeats say that it lives, not that it works."""
+    due = deadline(turn.state, turn.settings.step_timeout_s)
+    if due and due <= turn.at:
+        trainer = turn.state.trainer
+        what = f"train step {trainer.running}" if trainer.running else f"the checkpoint of step {trainer.saving}"
+        limit = f"trainer.step_timeout_s = {turn.settings.step_timeout_s:g}"
+        _abandon(turn, f"{what} did not end within {limit}; what the ranks were at is in logs/")
+
+
+def deadline(state: State, timeout_s: float) -> float:
+    """When what the trainer works on has lasted too long; 0 = it works on nothing, or may take for ever."""
+    trainer = state.trainer
+    since = [trainer.running_since] * (trainer.running > 0) + [trainer.saving_since] * (trainer.saving >= 0)
+    return min(since) + timeout_s if since and timeout_s else 0.0
+
+
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
@@ -225,7 +243,7 @@ def save(turn: Turn) -> None:
     trainer = turn.state.trainer
     if trainer.saving >= 0 or trainer.checkpoint >= trainer.step or turn.state.storage_failure:
         return
-    trainer.saving = trainer.step
+    trainer.saving, trainer.saving_since = trainer.step, turn.at
     turn.emit(SaveCheckpoint(cause=turn.cause, step=trainer.step, data_state=data_state(turn.state, trainer.step)))
     turn.tell("checkpoint started", story.step(trainer.step))
 

@@ -3,8 +3,9 @@
 from laminar.core import recovery, story
 from laminar.core.actions import PublishVersion, RaiseAlarm
 from laminar.core.events import ShardsWritten, VersionLost
-from laminar.core.records import Branch, State, VersionRecord
+from laminar.core.records import State, VersionRecord
 from laminar.core.relay_records import Relay
+from laminar.core.trainer_records import Branch
 from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
 

@@ -4,7 +4,7 @@ import msgspec
 
 from laminar.ids import WorkerId
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -58,6 +58,13 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """The worker stops because it was told to; the loss of its channel is no fault."""
 
 
+class Stacks(Message, frozen=True, kw_only=True):
+    """Unreliable answer to `AskStacks`: what the worker's threads and tasks are at, for people (`laminar.stacks`)."""
+
+    request: int
+    text: str
+
+
 # ---- controller -> worker ----------------------------------------------------------------------------------
 
 
@@ -87,5 +94,11 @@ class Stop(Message, frozen=True, kw_only=True):
     reason: str
 
 
-FromAny = Hello | Heartbeat | WorkerFailed | Goodbye
-ToAny = Welcome | Refused | Stop | Heartbeat
+class AskStacks(Message, frozen=True, kw_only=True):
+    """Unreliable; the link answers by itself with `Stacks`, also while the worker is busy elsewhere."""
+
+    request: int
+
+
+FromAny = Hello | Heartbeat | WorkerFailed | Goodbye | Stacks
+ToAny = Welcome | Refused | Stop | Heartbeat | AskStacks

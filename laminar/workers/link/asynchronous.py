@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from laminar import wire
+from laminar import stacks, wire
 from laminar.channel import Session
 from laminar.config import Config, ControllerConfig
 from laminar.errors import LaminarError, ProtocolError
@@ -348,7 +348,10 @@ class Link:
             self._attempt = self._num_protocol_errors = 0
             if isinstance(frame.message, wire.Refused):
                 raise LinkRefused(f"the controller at {self.url} refused {self._worker}: {frame.message.reason}")
-            if is_new and not isinstance(frame.message, wire.Heartbeat | wire.Welcome):
+            if isinstance(frame.message, wire.AskStacks):
+                answer = wire.Stacks(request=frame.message.request, text=stacks.of_process(asyncio.all_tasks()))
+                connection.put(self._session.unreliable(answer))
+            elif is_new and not isinstance(frame.message, wire.Heartbeat | wire.Welcome):
                 await self._inbox.put(frame.message)
 
     async def _beat(self, connection: Connection) -> None:

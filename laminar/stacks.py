@@ -1,0 +1,56 @@
+"""What a process is doing: the stacks of its threads and asyncio tasks, as text for people. Costs milliseconds, changes nothing."""
+
+import asyncio
+import linecache
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+FRAMES_MAX = 16  # innermost ones of each stack: what it waits in, and for whom
+TEXT_CHARACTERS_MAX = 64_000  # some hundred stacks; a frame of a channel holds a thousand times as much
+
+
+def of_threads() -> dict[str, list[str]]:
+    """Thread -> its frames, innermost last. The thread that asks is left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    return {names.get(ident, f"thread {ident}"): _lines(_outward(frame)) for ident, frame in frames.items()}
+
+
+def of_task(task: "asyncio.Task[Any]") -> list[str]:
+    """Frames of what it awaits, innermost last."""
+    found, waiting = [], task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is not None:
+            found.append(frame)
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return _lines(found)
+
+
+def of_process(tasks: "Iterable[asyncio.Task[Any]]" = ()) -> str:
+    """Threads, then these tasks, as one text of at most `TEXT_CHARACTERS_MAX`."""
+    stacks = [(f"thread {name}", lines) for name, lines in of_threads().items()]
+    stacks += [(f"task {task.get_name()}", of_task(task)) for task in tasks if not task.done()]
+    text = "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in stacks)
+    return text if len(text) <= TEXT_CHARACTERS_MAX else text[:TEXT_CHARACTERS_MAX] + "\n… cut off here"
+
+
+def _outward(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None and len(found) < FRAMES_MAX:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _lines(frames: list[FrameType]) -> list[str]:
+    return [_line(frame) for frame in frames[-FRAMES_MAX:]]
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    return f"{code.co_filename}:{frame.f_lineno} {code.co_name}: {text}"

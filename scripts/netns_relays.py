@@ -133,7 +133,7 @@ def gloo_s(network: Network, num_hosts: int, num_bytes: int) -> float:
 
 
 def formula(num_relays: int, num_bytes: int, chunk_mib: int) -> float:
-    """(p + c - 2) / c line times for p hosts and c chunks (paper.md §4, without start-up time)."""
+    """(p + c - 2) / c line times for p hosts and c chunks (the paper's chain pipelined broadcast, without start-up time)."""
     chunks = num_bytes / (chunk_mib * MIB)
     return (num_relays + 1 + chunks - 2) / chunks
 

@@ -1,4 +1,4 @@
-"""Relays in the simulated world: how weights flow, and what each fault of a relay may cost (the last column of design's table)."""
+"""Relays in the simulated world: how weights flow, and what each fault of a relay may cost (docs/policies/relays.md)."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -266,7 +266,7 @@ def _text(version: object) -> str | None:
 
 
 def stalenesses(t: Trajectory, branches: list[Any]) -> tuple[int | None, int | None, int | None]:
-    """(s_gen, residence, s_train) of a trajectory in trainer steps, as far as they are known (design §3)."""
+    """(s_gen, residence, s_train) of a trajectory in trainer steps, as far as they are known."""
     s_gen = residence = None
     if t.finish_version and t.behavior_version:
         s_gen = versions.staleness(branches, t.finish_version, t.behavior_version)

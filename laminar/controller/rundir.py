@@ -1,4 +1,4 @@
-"""The directory that a run leaves (design §6): making it, finding it again, its token."""
+"""The directory that a run leaves: making it, finding it again, its token."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The closed ledger (design §3): every drawn trajectory and every received token is in exactly one place.
+"""The closed ledger: every drawn trajectory and every received token is in exactly one place.
 
 total = in_flight + buffered + leased + committed + sum(dropped)
 """

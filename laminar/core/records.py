@@ -63,7 +63,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """One response to one prompt: design §3's record without its tokens."""
+    """One response to one prompt, without its tokens."""
 
     id: TrajectoryId
     group: GroupId

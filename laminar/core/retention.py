@@ -1,4 +1,4 @@
-"""Which relays keep which old versions (design §4.7): those that replicas still hold, or that queued siblings wait for.
+"""Which relays keep which old versions: those that replicas still hold, or that queued siblings wait for.
 
 Should the last replica of a version be lost, its trajectories go on where a relay has that version (`laminar.core.failover`). So
 what trajectories may still need is kept on HOSTS hosts, by relays from which replicas pull, if there are so many. How a relay keeps

@@ -1,4 +1,4 @@
-"""Lossless difference between two versions of the same bytes, for versions of which few elements changed (design §4.5).
+"""Lossless difference between two versions of the same bytes, for versions of which few elements changed.
 
 In bf16 at RL learning rates some 99 % of the elements of two versions are equal, and most others differ by one unit in the last
 place. A delta lists the changed elements: the gap to the one before and the difference of the bit patterns, a byte each, with

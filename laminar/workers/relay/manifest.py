@@ -1,4 +1,4 @@
-"""The layout of one weight version: a flat byte range with tensors at 256-byte boundaries (design §4.1)."""
+"""The layout of one weight version: a flat byte range with tensors at 256-byte boundaries."""
 
 from collections.abc import Iterator
 from pathlib import Path

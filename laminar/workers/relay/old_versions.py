@@ -1,4 +1,4 @@
-"""Old versions that the controller wants kept, as reverse deltas: what makes an older version of a newer one (design §4.7).
+"""Old versions that the controller wants kept, as reverse deltas: what makes an older version of a newer one.
 
     slot of v3, the next to go ──encode against v5──► v3 = v5 + delta      its slot may go
     slot of v5, when it is next ──encode against v7──► v5 = v7 + delta     v3 depends on it, so it is kept as long

@@ -1,4 +1,4 @@
-"""Weights to the relay of this host: every rank casts its own rows into its part of the slot, without an all-gather (design §4.2).
+"""Weights to the relay of this host: every rank casts its own rows into its part of the slot, without an all-gather.
 
 Invariant: all ranks agree on the outcome; a version is written by all of them or not announced.
 """

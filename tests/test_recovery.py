@@ -20,8 +20,8 @@ from laminar.controller.segments import Past
 from laminar.controller.tokens import TokenStore
 from laminar.core import actions, events
 from laminar.core.engine import Core
-from laminar.ids import TrajectoryId
 from tests.core_world import World, settings
+from tests.test_tokens import report
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,11 +143,10 @@ class Recorded(World):
         )
         for trajectory, attempt, total in totals:
             response = store._responses.get(trajectory)
-            if response is not None and response.attempt == attempt and total > response.num_tokens:
-                new = [1000 * attempt + at for at in range(response.num_tokens, total)]
-                store.append(
-                    TrajectoryId(trajectory), attempt, total, wire.pack_i32(new), wire.pack_f32([-1.0] * len(new)), b""
-                )
+            num_held = len(response.tokens) // 4 if response is not None else total
+            if response is not None and response.attempt == attempt and total > num_held:
+                new = [1000 * attempt + at for at in range(num_held, total)]
+                store.take(report([(trajectory, attempt, total, new)], logprobs=wire.pack_f32([-1.0] * len(new))))
 
     def _perform(self, action: actions.AnyAction) -> None:
         self.new.append(action)

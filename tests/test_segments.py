@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from laminar import wire
-from laminar.controller.segments import Entry, Past, encode, read_segment
+from laminar.controller.segments import Deltas, Entry, Past, encode, read_segment
 from laminar.controller.tokens import TokenStore
 from laminar.core.records import Trajectory, TrajectoryState
 from laminar.errors import StartError
 from laminar.ids import GroupId, PromptId, TrajectoryId
+from tests.test_tokens import report
 
 GROUP, A, B = GroupId(7), TrajectoryId(1), TrajectoryId(2)
 
@@ -68,6 +69,29 @@ def test_sources_of_environment_tokens_come_back_and_are_left_out_without_any(tm
     assert found.response(A, 1, 2).sources == b""
 
 
+def test_what_a_report_brought_is_read_as_its_deltas(tmp_path: Path) -> None:
+    first = report([(A, 1, 2, [1, 2]), (B, 3, 5, []), (B, 3, 7, [8, 9])], sources=b"\0\1\2\0")
+    (tmp_path / "0001-000001.seg").write_bytes(encode(deltas_of(first)) + encode(delta(1, 2, [3])))
+    found = Past(tmp_path)
+    assert found.response(A, 1, 3) == (wire.pack_i32([1, 2, 3]), wire.pack_f32([-1, -2, -1]), b"\0\1\0")
+    entry = read_segment(tmp_path / "0001-000001.seg").entries[1]
+    assert entry == Entry(B, 3, 5, wire.pack_i32([8, 9]), wire.pack_f32([-8, -9]), b"\2\0")
+    assert list(found.trajectories[tmp_path / "0001-000001.seg"]) == [A, B]
+
+
+def test_deltas_without_some_are_those_of_the_others() -> None:
+    all_of_them = [(A, 1, 2, [1, 2]), (B, 3, 7, [8, 9]), (TrajectoryId(3), 1, 0, []), (TrajectoryId(4), 1, 9, [5])]
+    sources = b"\0\1\1\0\1"
+    assert deltas_of(report(all_of_them, sources)).without([1, 3]) == deltas_of(
+        report([all_of_them[0], all_of_them[2]], sources[:2])
+    )
+    assert deltas_of(report(all_of_them)).without([0]) == deltas_of(report(all_of_them[1:]))
+
+
+def deltas_of(message: wire.RolloutReport) -> Deltas:
+    return Deltas(*(getattr(message, name) for name in Deltas.__struct_fields__))
+
+
 def test_tokens_that_are_lost_are_named(tmp_path: Path) -> None:
     found = past(tmp_path, [delta(1, 0, [1]), delta(1, 5, [6])])
     with pytest.raises(StartError, match=r"have 1 tokens of trajectory .*, the log says 6: .*--from-checkpoint"):
@@ -85,7 +109,7 @@ def test_a_store_adopts_what_lives_and_unlinks_segments_that_nothing_living_need
     assert store.prefix(B) == (b"", b"")
     commit(store)
     assert sorted(path.name for path in tmp_path.glob("*.seg")) == ["0002-000001.seg", "0003-000001.seg"]
-    store.append(A, 1, 3, wire.pack_i32([3]), wire.pack_f32([-1.0]), b"")
+    store.take(report([(A, 1, 3, [3])]))
     assert list(wire.unpack_i32(store.prefix(A)[0])) == [1, 2, 3]
     store.forget([A, B])
     commit(store)

@@ -33,8 +33,10 @@ def started(store: TokenStore, *trajectories: TrajectoryId, group: GroupId = GRO
         store.start(trajectory, attempt, group, resume=False)
 
 
-def put(store: TokenStore, trajectory: TrajectoryId, attempt: int, total: int, ids: list[int]) -> None:
-    store.append(trajectory, attempt, total, i32(ids), f32([-0.5] * len(ids)), b"")
+def put(
+    store: TokenStore, trajectory: TrajectoryId, attempt: int, total: int, ids: list[int], sources: bytes = b""
+) -> None:
+    store.take(report([(trajectory, attempt, total, ids)], sources, f32([-0.5] * len(ids))))
 
 
 def report(
@@ -84,6 +86,27 @@ def test_a_delta_that_does_not_continue_what_is_held_is_refused_and_changes_noth
     assert store.prefix(A)[0] == i32([1, 2])
 
 
+def test_a_report_with_one_delta_that_does_not_fit_is_refused_whole(store: TokenStore) -> None:
+    started(store, A, B)
+    with pytest.raises(ProtocolError, match=r"trajectory 0\.12: a delta starts at token 4, but 0 are held"):
+        store.take(report([(A, 1, 1, [1]), (B, 1, 5, [9])]))
+    assert store.num_bytes == 0
+    store.sync()
+    assert read_segment(store._directory / "0003-000001.seg").entries == []
+
+
+def test_words_of_an_old_attempt_in_a_report_reach_neither_memory_nor_disk(store: TokenStore) -> None:
+    started(store, A, B)
+    store.start(A, 2, GROUP, resume=True)
+    deltas = [(A, 1, 2, [8, 8]), (99, 1, 1, [8]), (A, 2, 1, [1]), (B, 1, 0, []), (B, 1, 2, [2, 3])]
+    store.take(report(deltas, sources=b"\2\2\2\0\0\1"))
+    assert [store.prefix(t)[0] for t in (A, B)] == [i32([1]), i32([2, 3])]
+    store.sync()
+    assert read_segment(store._directory / "0003-000001.seg").entries == [
+        Entry(A, 2, 0, i32([1]), f32([-1]), b"\0"), Entry(B, 1, 0, i32([2, 3]), f32([-2, -3]), b"\0\1")
+    ]  # fmt: skip
+
+
 def test_words_of_an_old_attempt_or_an_unknown_trajectory_are_ignored(store: TokenStore) -> None:
     started(store, A)
     put(store, A, 1, 1, [1])
@@ -97,7 +120,7 @@ def test_words_of_an_old_attempt_or_an_unknown_trajectory_are_ignored(store: Tok
 
 def test_an_attempt_without_resume_starts_from_nothing(store: TokenStore) -> None:
     started(store, A)
-    store.append(A, 1, 2, i32([1, 2]), f32([0, 0]), b"\0\1")
+    put(store, A, 1, 2, [1, 2], b"\0\1")
     store.start(A, 2, GROUP, resume=False)
     assert store.prefix(A) == (b"", b"")
     store.put_prompt(GROUP, i32([5]))
@@ -197,11 +220,11 @@ def test_forgotten_trajectories_free_their_memory(store: TokenStore) -> None:
 def test_what_was_handed_over_is_on_disk_after_sync_and_not_before(store: TokenStore) -> None:
     started(store, A)
     store.put_prompt(GROUP, i32([5]))
-    store.append(A, 1, 2, i32([1, 2]), f32([0, -1]), b"\0\1")
+    put(store, A, 1, 2, [1, 2], b"\0\1")
     path = store._directory / "0003-000001.seg"
     assert read_segment(path).entries == []
     store.sync()
-    expected = [Entry(0, 0, 0, i32([5]), b"", b"", GROUP), Entry(A, 1, 0, i32([1, 2]), f32([0, -1]), b"\0\1")]
+    expected = [Entry(0, 0, 0, i32([5]), b"", b"", GROUP), Entry(A, 1, 0, i32([1, 2]), f32([-0.5, -0.5]), b"\0\1")]
     assert read_segment(path).entries == expected
 
 
@@ -250,7 +273,7 @@ def test_forgetting_unlinks_every_segment_that_nobody_needs(store: TokenStore) -
 def test_a_segment_leaves_the_log_before_it_leaves_the_disk(store: TokenStore) -> None:
     started(store, A)
     put(store, A, 1, 30, list(range(30)))
-    assert [(sql.split()[0], row[:2]) for sql, row in commit(store)] == [("INSERT", ("0003-000001.seg", 259))]
+    assert [(sql.split()[0], row[:2]) for sql, row in commit(store)] == [("INSERT", ("0003-000001.seg", 284))]
     store.forget([A])
     assert store.sync() == [("DELETE FROM segments WHERE name = ?", ("0003-000001.seg",))]
     assert len(files(store)) == 2, "the log may not have taken that yet"
@@ -351,7 +374,7 @@ async def test_rows_read_in_a_thread_are_whole_while_the_loop_appends(store: Tok
 
     readers = [asyncio.create_task(asyncio.to_thread(read)) for _ in range(2)]
     for number in range(3000):
-        store.append(A, 1, number + 1, i32([number]), f32([0]), b"\1" if number % 7 == 0 else b"")
+        put(store, A, 1, number + 1, [number], b"\1" if number % 7 == 0 else b"")
         if number % 50 == 0:
             await asyncio.sleep(0)
             store.sync()
@@ -400,10 +423,10 @@ def test_what_a_full_disk_did_not_take_is_written_later_once_and_in_order(
 
     monkeypatch.setattr(tokens_module.os, "write", write)
     store.start(A, 1, GROUP, False)
-    store.append(A, 1, 2, wire.pack_i32([1, 2]), wire.pack_f32([-1.0] * 2), b"")
+    put(store, A, 1, 2, [1, 2])
     with pytest.raises(OSError, match="No space left"):
         store.sync()
-    store.append(A, 1, 3, wire.pack_i32([3]), wire.pack_f32([-1.0]), b"")
+    put(store, A, 1, 3, [3])
     room[0] = 1 << 20
     store.sync()
     entries = [entry for name in files(store) for entry in read_segment(store._directory / name).entries]

@@ -1,6 +1,6 @@
 """A run's token segments on disk: files of entries, `tokens/<boot>-<number>.seg`, in the order of their names.
 
-    entry:  u32 length of the body │ u32 CRC-32 of length and body │ body, the msgpack of an `Entry`
+    entry:  u32 length of the body │ u32 CRC-32 of length and body │ body, the msgpack of an `Entry` or of `Deltas`
 
 Invariant: what does not fit its checksum is never read back. It is named (`Damage`), and `Past.check` refuses it where the log
 says that something was written.
@@ -8,9 +8,10 @@ says that something was written.
 
 import struct
 import zlib
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,8 +24,8 @@ DAMAGES_SHOWN = 4  # in one message
 _HEAD = struct.Struct("<II")
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One delta on disk: response tokens [start, start + n) of an attempt; or a prompt's, of a group or (its own) of an attempt."""
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """One delta: response tokens [start, start + n) of an attempt; or a prompt's, of a group or (its own) of an attempt."""
 
     trajectory: int
     attempt: int
@@ -34,6 +35,61 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     sources: bytes
     group: int = 0
     """0 = response tokens."""
+
+
+class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """All that one report brought, in its own arrays (`wire.RolloutReport`): a frame costs one entry, not one per trajectory."""
+
+    trajectories: bytes
+    """i64"""
+    attempts: bytes
+    """i32, as the others"""
+    num_tokens: bytes
+    """Of the response with this delta."""
+    num_new: bytes
+    tokens: bytes
+    logprobs: bytes
+    sources: bytes
+
+    def parts(self) -> Iterable[tuple[int, int, int, int, int]]:
+        """(trajectory, attempt, first token in the response, number of tokens, where they begin here) of each."""
+        news, begin = array("i", self.num_new), 0
+        ids, attempts, totals = array("q", self.trajectories), array("i", self.attempts), array("i", self.num_tokens)
+        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
+            if num:
+                yield trajectory, attempt, total - num, num, begin
+            begin += num
+
+    def without(self, left_out: list[int]) -> "Deltas":
+        """All but those at these places of the arrays."""
+        places, begin = [], 0
+        for at, num in enumerate(array("i", self.num_new)):
+            if at not in left_out:
+                places.append((at, begin, begin + num))
+            begin += num
+
+        def of_trajectories(column: bytes, width: int) -> bytes:
+            return b"".join(column[width * at : width * (at + 1)] for at, _, _ in places)
+
+        def of_tokens(column: bytes, width: int) -> bytes:
+            return b"".join(column[width * begin : width * end] for _, begin, end in places)
+
+        return Deltas(
+            of_trajectories(self.trajectories, 8),
+            *(of_trajectories(column, 4) for column in (self.attempts, self.num_tokens, self.num_new)),
+            *(of_tokens(column, 4) for column in (self.tokens, self.logprobs)),
+            of_tokens(self.sources, 1),
+        )
+
+    def entries(self) -> Iterable[Entry]:
+        """One by one."""
+        for trajectory, attempt, start, num, begin in self.parts():
+            part = slice(4 * begin, 4 * (begin + num))
+            sources = self.sources[begin : begin + num]
+            yield Entry(trajectory, attempt, start, self.tokens[part], self.logprobs[part], sources)
+
+
+Record = Entry | Deltas
 
 
 class Damage(NamedTuple):
@@ -52,36 +108,45 @@ class Damage(NamedTuple):
         return f"{where} are damaged (another checksum)"
 
 
-def encode(entry: Entry) -> bytes:
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
     """As it stands in a segment."""
-    body = msgspec.msgpack.encode(entry)
+    body = msgspec.msgpack.encode(record)
     return _HEAD.pack(len(body), zlib.crc32(body, len(body))) + body
 
 
 class Contents(NamedTuple):
-    """All whole entries of a segment, in order, and what else is there."""
+    """All whole records of a segment, in order, and what else is there."""
 
-    entries: list[Entry]
+    records: list[Record]
     damages: list[Damage]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The records, deltas one by one."""
+        each = (record.entries() if isinstance(record, Deltas) else [record] for record in self.records)
+        return [entry for some in each for entry in some]
 
 
 def read_segment(path: Path) -> Contents:
     """Raises OSError if it cannot be read."""
-    data, entries, damages, position = path.read_bytes(), list[Entry](), list[Damage](), 0
+    data, records, damages, position = path.read_bytes(), list[Record](), list[Damage](), 0
     while position < len(data):
-        entry, end = _entry_at(data, position)
-        if entry is not None:
-            entries.append(entry)
+        record, end = _record_at(data, position)
+        if record is not None:
+            records.append(record)
         else:
-            if end > len(data) or _entry_at(data, end)[0] is None:  # nothing says where the next one begins
+            if end > len(data) or _record_at(data, end)[0] is None:  # nothing says where the next one begins
                 end = len(data)
             damages.append(Damage(path, position, end - position, _is_torn(data, position)))
         position = end
-    return Contents(entries, damages)
+    return Contents(records, damages)
 
 
-def _entry_at(data: bytes, position: int) -> tuple[Entry | None, int]:
-    """The entry, None if there is none, and where it ends by its own word."""
+def _record_at(data: bytes, position: int) -> tuple[Record | None, int]:
+    """The record, None if there is none, and where it ends by its own word."""
     if position + _HEAD.size > len(data):
         return None, len(data) + 1
     length, checksum = _HEAD.unpack_from(data, position)
@@ -90,14 +155,14 @@ def _entry_at(data: bytes, position: int) -> tuple[Entry | None, int]:
     if not length or len(body) < length or zlib.crc32(body, length) != checksum:
         return None, end
     try:
-        return msgspec.msgpack.decode(body, type=Entry), end
+        return _decoder.decode(body), end
     except msgspec.MsgspecError:
         return None, end
 
 
 def _is_torn(data: bytes, position: int) -> bool:
     rest = len(data) - position
-    return _entry_at(data, position)[1] > len(data) or data.count(0, position) == rest
+    return _record_at(data, position)[1] > len(data) or data.count(0, position) == rest
 
 
 class Tokens(NamedTuple):
@@ -124,7 +189,8 @@ class Past:
         """Of which prompts."""
         self.damages: list[Damage] = []
         self._lengths: dict[str, int] = {}
-        self._deltas: dict[TrajectoryId, list[Entry]] = {}
+        self._deltas: dict[TrajectoryId, list[tuple[int, int, int, int, Record]]] = {}
+        """(attempt, first token in the response, number of tokens, where they begin in the record, record), in order."""
         for path in sorted(directory.glob("*.seg")):
             self._read(path)
 
@@ -133,17 +199,27 @@ class Past:
         contents = read_segment(path)
         self._lengths[path.name] = path.stat().st_size
         self.damages += contents.damages
-        for entry in contents.entries:
-            trajectory, group = TrajectoryId(entry.trajectory), GroupId(entry.group)
-            if not group:
-                trajectories[trajectory] = None
-                self._deltas.setdefault(trajectory, []).append(entry)
-                continue
-            groups[group] = None
-            if trajectory:
-                self.own_prompts[trajectory, entry.attempt] = entry.tokens
+        for record in contents.records:
+            if isinstance(record, Deltas):
+                for trajectory, *part in record.parts():
+                    self._take(trajectories, TrajectoryId(trajectory), (*part, record))
+            elif record.group:
+                self._take_prompt(record, groups)
             else:
-                self.prompts[group] = entry.tokens
+                part = (record.attempt, record.start, len(record.tokens) // 4, 0, record)
+                self._take(trajectories, TrajectoryId(record.trajectory), part)
+
+    def _take(self, seen: dict[TrajectoryId, None], trajectory: TrajectoryId, part: Any) -> None:
+        seen[trajectory] = None
+        self._deltas.setdefault(trajectory, []).append(part)
+
+    def _take_prompt(self, entry: Entry, seen: dict[GroupId, None]) -> None:
+        group = GroupId(entry.group)
+        seen[group] = None
+        if entry.trajectory:
+            self.own_prompts[TrajectoryId(entry.trajectory), entry.attempt] = entry.tokens
+        else:
+            self.prompts[group] = entry.tokens
 
     def check(self, written: dict[str, int]) -> None:
         """`written`: segment -> bytes, as the log says. Raises StartError if any of them is lost or damaged."""
@@ -159,20 +235,18 @@ class Past:
     def response(self, trajectory: TrajectoryId, attempt: int, num_tokens: int) -> Tokens:
         """The first `num_tokens` tokens as they were during `attempt`. Raises StartError if they are not all here."""
         tokens, logprobs, sources = bytearray(), bytearray(), bytearray()
-        for entry in self._up_to(trajectory, attempt):
-            if 4 * entry.start > len(tokens):
-                continue  # what it continues is lost
-            del tokens[4 * entry.start :], logprobs[4 * entry.start :], sources[entry.start :]
-            tokens += entry.tokens
-            logprobs += entry.logprobs
-            sources += entry.sources or bytes(len(entry.tokens) // 4)
+        for its_attempt, start, num, begin, record in self._deltas.get(trajectory, []):
+            if its_attempt > attempt or 4 * start > len(tokens):
+                continue  # later than asked for, or what it continues is lost
+            del tokens[4 * start :], logprobs[4 * start :], sources[start:]
+            end = begin + num
+            tokens += record.tokens[4 * begin : 4 * end]
+            logprobs += record.logprobs[4 * begin : 4 * end]
+            sources += record.sources[begin:end] or bytes(num)
         if len(tokens) < 4 * num_tokens or len(tokens) != len(logprobs):
             raise self._lost(f"{len(tokens) // 4} tokens of trajectory {format_id(trajectory)}", num_tokens)
         kept = bytes(sources[:num_tokens])
         return Tokens(bytes(tokens[: 4 * num_tokens]), bytes(logprobs[: 4 * num_tokens]), kept if any(kept) else b"")
-
-    def _up_to(self, trajectory: TrajectoryId, attempt: int) -> Iterable[Entry]:
-        return (entry for entry in self._deltas.get(trajectory, []) if entry.attempt <= attempt)
 
     def prompt(self, record: Trajectory) -> bytes | None:
         """Of this attempt alone; None = its group's. Raises StartError if neither is here and it has been reported."""

@@ -20,7 +20,7 @@ import msgspec
 
 from laminar import wire
 from laminar.controller.eventlog import Statement, checksum
-from laminar.controller.segments import Entry, Past, encode
+from laminar.controller.segments import Deltas, Entry, Past, Record, encode
 from laminar.core.records import Trajectory
 from laminar.errors import ProtocolError
 from laminar.ids import GroupId, TrajectoryId, format_id
@@ -39,10 +39,8 @@ class Response(msgspec.Struct):
     """One byte per token; empty while all are the model's own."""
     prompt: bytes | None = None
     """i32; None = its group's."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // 4
+    segment: int = 0
+    """The last that has something of it; 0 = of an earlier boot, or none."""
 
 
 class Held(msgspec.Struct):
@@ -138,53 +136,54 @@ class TokenStore:
         held = self._groups.get(group)
         if held is not None:
             held.prompt = tokens
-            self._persist(Entry(0, 0, 0, tokens, b"", b"", group), group)
+            self._need_open_segment(group)
+            self._persist(Entry(0, 0, 0, tokens, b"", b"", group))
 
     def put_own_prompt(self, trajectory: TrajectoryId, attempt: int, tokens: bytes) -> None:
         """The tokens of the prompt of one attempt, which its siblings need not share; nothing if it is an old one."""
         response = self._responses.get(trajectory)
         if response is not None and response.attempt == attempt:
             response.prompt = tokens
-            self._persist(Entry(trajectory, attempt, 0, tokens, b"", b"", response.group), response.group)
+            self._need_open_segment(response.group)
+            self._persist(Entry(trajectory, attempt, 0, tokens, b"", b"", response.group))
 
     def take(self, report: wire.RolloutReport) -> None:
-        """All deltas of a report. Raises ProtocolError for arrays that do not fit together."""
+        """All deltas of a report. Raises ProtocolError, and takes nothing, unless they continue what is held.
+
+        Words of an old attempt are left out.
+        """
         ids, attempts = wire.unpack_i64(report.trajectories), wire.unpack_i32(report.attempts)
         totals, news = wire.unpack_i32(report.num_tokens), wire.unpack_i32(report.num_new)
         _require_fit(report, [len(ids), len(attempts), len(totals), len(news)], news)
-        position = 0
-        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
-            end = position + num
-            if num:
-                part = slice(4 * position, 4 * end)
-                sources = report.sources[position:end]
-                self.append(
-                    TrajectoryId(trajectory), attempt, total, report.tokens[part], report.logprobs[part], sources
-                )
-            position = end
+        parts, left_out, begin = [], [], 0
+        held = map(self._responses.get, ids)
+        for at, (response, attempt, total, num) in enumerate(zip(held, attempts, totals, news, strict=True)):
+            if response is None or response.attempt != attempt:
+                left_out.append(at)
+            elif num:
+                if 4 * (total - num) != len(response.tokens):
+                    raise _gap(ids[at], total - num, response)
+                parts.append((response, begin, begin + num))
+            begin += num
+        if parts:
+            self._append(report, parts)
+            deltas = Deltas(*(getattr(report, name) for name in Deltas.__struct_fields__))
+            self._persist(deltas.without(left_out) if left_out else deltas)
 
-    def append(
-        self, trajectory: TrajectoryId, attempt: int, total: int, tokens: bytes, logprobs: bytes, sources: bytes
-    ) -> None:
-        """New tokens after which the response has `total`. Raises ProtocolError unless they continue what is held."""
-        response = self._responses.get(trajectory)
-        if response is None or response.attempt != attempt:
-            return  # an old attempt's last words
-        num_new = len(tokens) // 4
-        start = total - num_new
-        if start != response.num_tokens:
-            raise ProtocolError(
-                f"trajectory {format_id(trajectory)}: a delta starts at token {start}, but {response.num_tokens} are held"
-            )
-        if len(logprobs) != len(tokens) or len(tokens) % 4 or len(sources) not in (0, num_new):
-            raise ProtocolError(f"trajectory {format_id(trajectory)}: the arrays of a delta do not fit together")
+    def _append(self, report: wire.RolloutReport, parts: list[tuple[Response, int, int]]) -> None:
+        """`parts`: (response, first of its tokens in the report, end of them)."""
+        tokens, logprobs, sources = report.tokens, report.logprobs, report.sources
         with self._lock:
-            response.tokens += tokens
-            response.logprobs += logprobs
-            if sources or response.sources:
-                response.sources += b"\0" * (start - len(response.sources))
-                response.sources += sources or b"\0" * num_new
-        self._persist(Entry(trajectory, attempt, start, tokens, logprobs, sources), response.group)
+            for response, begin, end in parts:
+                if sources or response.sources:
+                    response.sources += bytes(len(response.tokens) // 4 - len(response.sources))
+                    response.sources += sources[begin:end] or bytes(end - begin)
+                response.tokens += tokens[4 * begin : 4 * end]
+                response.logprobs += logprobs[4 * begin : 4 * end]
+        for response, _, _ in parts:
+            if response.segment != self._open:
+                response.segment = self._open
+                self._need_open_segment(response.group)
 
     def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Their tokens are not needed again; segments that no group needs are unlinked."""
@@ -231,10 +230,13 @@ class TokenStore:
 
     # ---- disk ----------------------------------------------------------------------------------------------
 
-    def _persist(self, entry: Entry, group: GroupId) -> None:
-        data = encode(entry)
+    def _need_open_segment(self, group: GroupId) -> None:
+        """It has, or is about to have, something there."""
+        self._segments[self._open].users[group] = self._groups[group].segments[self._open] = None
+
+    def _persist(self, record: Record) -> None:
+        data = encode(record)
         segment = self._segments[self._open]
-        segment.users[group] = self._groups[group].segments[self._open] = None
         segment.num_bytes += len(data)
         with self._lock:
             self._outgoing.append((segment.file, data))
@@ -251,7 +253,7 @@ class TokenStore:
                 outgoing, self._outgoing = self._outgoing, []
                 full, self._full = self._full, []
                 self._leaving = list(self._done)
-            by_file = {file: b"".join(part for owner, part in outgoing if owner == file) for file, _ in outgoing}
+            by_file = _joined(outgoing)
             try:
                 for file in list(by_file):
                     _write(file, by_file)
@@ -317,10 +319,24 @@ class TokenStore:
                 self._close_file(file)
 
 
+def _joined(outgoing: list[tuple[int, bytes]]) -> dict[int, bytes]:
+    """What each file gets, in order."""
+    parts: dict[int, list[bytes]] = {}
+    for file, part in outgoing:
+        parts.setdefault(file, []).append(part)
+    return {file: b"".join(some) for file, some in parts.items()}
+
+
 def _write(file: int, rest: dict[int, bytes]) -> None:
     """What `rest` has for the file; also if that fails in the middle, only what was not written is left there."""
     while rest[file]:
         rest[file] = rest[file][os.write(file, rest[file]) :]
+
+
+def _gap(trajectory: int, start: int, response: Response) -> ProtocolError:
+    name = format_id(TrajectoryId(trajectory))
+    num_held = len(response.tokens) // 4
+    return ProtocolError(f"trajectory {name}: a delta starts at token {start}, but {num_held} are held")
 
 
 def _require_fit(report: wire.RolloutReport, lengths: list[int], news: list[int]) -> None:

@@ -160,7 +160,7 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     on_sampler_error: Literal["fifo", "stop"] = "fifo"
     """A custom sampler that raises, returns unknown ids or is too slow: use FIFO for that batch, or stop the run."""
     sampler_budget_ms: float = 5.0
-    """Longest time one `select` may take; the event loop waits for it."""
+    """Longest time one `select` may take, at most 1000; the event loop waits for it. One that does not return is left alone."""
     max_groups: int = 0
     """New groups are held back while this many are in flight or buffered; 0 = three global batches."""
     max_ready_groups: int = 0

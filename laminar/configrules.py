@@ -89,6 +89,7 @@ def _value(c: Config, key: str) -> Any:
     return getattr(getattr(c, section), name)
 
 
+SAMPLER_BUDGET_MS_MAX = 1000  # less than it takes to call a sampler hung (`laminar.samplers.HANG_S`)
 _OF_AGENTS = ("agent_timeout_s", "agent_model", "agent_env", "agent_metadata", "agent_memory_mb", "on_rewrite")
 _NOT_WITH_AGENTS = {
     "trainer.packing": "siblings need not have the same prompt",
@@ -213,6 +214,11 @@ def _buffer_rules(c: Config) -> _Rules:
         (
             c.buffer.straggler_factor < 1,
             f"buffer.straggler_factor = {c.buffer.straggler_factor}: at least 1, or half of all answers would be late",
+        ),
+        (
+            c.buffer.sampler_budget_ms > SAMPLER_BUDGET_MS_MAX,
+            f"buffer.sampler_budget_ms = {c.buffer.sampler_budget_ms:g}: at most {SAMPLER_BUDGET_MS_MAX}, since everything"
+            " else waits for it",
         ),
         (
             c.buffer.max_staleness < -1,

@@ -1,18 +1,23 @@
 """The user's own sampler: made from a reference, and asked for a choice. It may raise or return anything; docs/samplers.md.
 
-Invariant: whatever the user's code does, `load` raises nothing but ConfigError, and `GuardedSampler.ask` gives an answer.
+Invariant: whatever the user's code does, `load` raises nothing but ConfigError, and `GuardedSampler.ask` gives an answer in time.
 """
 
+import queue
+import threading
 import time
 from typing import Annotated, Any, cast
 
 import msgspec
 
+from laminar import stacks
 from laminar.core.actions import AskSampler
 from laminar.core.events import SamplerAnswered
 from laminar.core.sampling import Sampler
 from laminar.errors import ConfigError
 from laminar.plugins import load_object
+
+HANG_S = 2.0  # the event loop waits for it: far beyond any budget of a choice, far below the time limits of channels
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -34,24 +39,75 @@ def load(reference: str, what: str) -> Sampler:
 
 
 class GuardedSampler:
-    """A sampler of which any call may fail."""
+    """A sampler of which any call may fail, or not return: it is asked in a thread of its own, always the same.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler, self._loaded = sampler, False
+    Whoever asks waits for `limit_s` at most; a sampler that has not returned by then is left alone, and asked again once it has.
+    """
+
+    def __init__(self, sampler: Sampler, limit_s: float = HANG_S) -> None:
+        self._sampler, self._limit_s, self._loaded = sampler, limit_s, False
+        self._method = ""
+        self._questions: queue.SimpleQueue[AskSampler] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[SamplerAnswered] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._asked_at = 0.0
+        self._num_open = 0
+        """Questions without an answer: one at most."""
 
     def ask(self, action: AskSampler) -> SamplerAnswered:
         """Its choice, or what went wrong."""
-        method, name = "load_state", type(self._sampler).__name__
+        self._collect(0.0)
+        if not self._num_open:
+            self._put(action)
+            answer = self._collect(self._limit_s)
+            if answer is not None:
+                return answer
+        return SamplerAnswered(request=action.request, error=self._hangs())
+
+    def _put(self, action: AskSampler) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._answer_for_ever, name="sampler", daemon=True)
+            self._thread.start()
+        self._num_open, self._asked_at = 1, time.monotonic()
+        self._questions.put(action)
+
+    def _collect(self, wait_s: float) -> SamplerAnswered | None:
         try:
+            answer = self._answers.get(timeout=wait_s) if wait_s else self._answers.get_nowait()
+        except queue.Empty:
+            return None
+        self._num_open = 0
+        return answer
+
+    def _hangs(self) -> str:
+        hung_s = time.monotonic() - self._asked_at
+        lines = stacks.of_threads().get("sampler", [])
+        own = [index for index, line in enumerate(lines) if line.startswith(f"{__file__}:")]
+        place = lines[own[-1] + 1 if own else 0 :][:1]
+        return (
+            f"hangs: {type(self._sampler).__name__}.{self._method} ({'; '.join(place)}) has not returned for {hung_s:.1f} s and is "
+            "not asked before it has; mend it, or resume with buffer.sampler=fifo"
+        )
+
+    # ---- in its thread -------------------------------------------------------------------------------------
+
+    def _answer_for_ever(self) -> None:
+        while True:
+            self._answers.put(self._answer(self._questions.get()))
+
+    def _answer(self, action: AskSampler) -> SamplerAnswered:
+        name = type(self._sampler).__name__
+        try:
+            self._method = "load_state"
             if not self._loaded and action.state:
                 self._sampler.load_state(msgspec.msgpack.decode(action.state))
             self._loaded = True
-            began, method = time.perf_counter(), "select"
+            began, self._method = time.perf_counter(), "select"
             chosen: Any = self._sampler.select(action.view, action.num_groups)
-            elapsed_ms, method = 1e3 * (time.perf_counter() - began), "state"
+            elapsed_ms, self._method = 1e3 * (time.perf_counter() - began), "state"
             state = msgspec.msgpack.encode(self._sampler.state())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; policy decides
-            fault = f"{name}.{method} raised {type(error).__name__}: {error}"
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; policy decides
+            fault = f"{name}.{self._method} raised {type(error).__name__}: {error}"
             return SamplerAnswered(request=action.request, error=fault)
         try:
             groups: Any = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[_Id])

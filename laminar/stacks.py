@@ -21,7 +21,8 @@ def of_threads() -> dict[str, list[str]]:
 
 def of_task(task: "asyncio.Task[Any]") -> list[str]:
     """Frames of what it awaits, innermost last."""
-    found, waiting = [], task.get_coro()
+    found: list[FrameType] = []
+    waiting: Any = task.get_coro()
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         if frame is not None:

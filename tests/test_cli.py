@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -370,3 +371,25 @@ def test_an_option_that_does_not_exist(shell: Shell) -> None:
     assert done.returncode == 2
     assert "unrecognized arguments: --dryrun" in done.stderr
     assert TRACEBACK not in done.stderr
+
+
+@pytest.mark.parametrize("after", ["exec", "imports"])
+def test_an_interrupt_of_a_command_that_has_hardly_begun_prints_no_traceback(tmp_path: Path, after: str) -> None:
+    """At two moments: inside the first import of the command's module, and inside the first of the run's."""
+    module = "argparse" if after == "exec" else "laminar.controller.app"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.modules.pop('argparse', None)\n"
+    )
+    quickstart = ROOT / "configs" / "quickstart"
+    command = [sys.executable, "-m", "laminar.controller", "--cluster", quickstart / "hosts.txt"]
+    command += ["--config", quickstart / "config.toml", f"run.dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=ROOT)
+    assert done.returncode in (-signal.SIGINT, 130)
+    assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from laminar.core.sampling import BufferView, GroupView, Sampler
 from laminar.core.settings import Settings
 from laminar.core.trainer_records import Branch
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
+from laminar.samplers import GuardedSampler
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.link import Link
 
@@ -484,3 +486,30 @@ def test_a_slow_choice_says_how_long_it_took(tmp_path: Path) -> None:
 def test_the_time_to_load_and_save_state_is_not_the_choices(tmp_path: Path) -> None:
     [event] = answer_of(tmp_path, bad("state", lambda: time.sleep(0.5) or {}))
     assert event.elapsed_ms < 500
+
+
+def test_a_choice_that_does_not_come_is_not_waited_for_and_asked_again_once_it_has_come() -> None:
+    released, calls = threading.Event(), []
+
+    def hang_once(*_: Any) -> list[int]:
+        calls.append(1)
+        if len(calls) == 1:
+            released.wait(60.0)
+        return [11, 12]
+
+    sampler = Fifo()
+    sampler.select = hang_once  # type: ignore[method-assign]
+    guarded = GuardedSampler(sampler, limit_s=0.2)
+    first, second = guarded.ask(ask()), guarded.ask(ask(request=6))
+    for answer, request in ((first, 5), (second, 6)):
+        assert answer.request == request
+        assert answer.error.startswith("hangs: Fifo.select (")
+        assert "has not returned for" in answer.error
+        assert "hang_once" in answer.error
+        assert "buffer.sampler=fifo" in answer.error
+    assert len(calls) == 1
+    released.set()
+    guarded._limit_s = 60.0
+    while (third := guarded.ask(ask(request=7))).error:
+        time.sleep(0.01)  # until the first choice has come, which nobody waits for any more
+    assert (third.request, third.groups) == (7, [11, 12])

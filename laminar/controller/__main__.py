@@ -1,5 +1,12 @@
 """`python -m laminar.controller`: start a run, resume one, or show what would be started."""
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C while the rest is imported ends the process without a traceback
+
 import argparse
 import asyncio
 import contextlib
@@ -38,12 +45,11 @@ Ctrl-C finishes the step, saves a checkpoint and stops everything; a second Ctrl
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 = completed or stopped on request, 1 = failed, 2 = wrong input."""
-    options = _parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without → and – is no reason to fail
     try:
-        return _run(options)
+        return _run(_parse(arguments))
     except LaminarError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -221,4 +227,5 @@ def _run_loop(go: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -5,6 +5,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from relay_world import (
@@ -177,6 +178,41 @@ def test_verify_finds_bytes_that_changed_after_the_commit(daemon: Daemon):
         with pytest.raises(RelayError, match="the bytes changed after the relay digested them"):
             client.lease(version(1), verify=True)
         assert client.status().slots[0].num_leases == 0
+
+
+def test_a_version_whose_bytes_have_changed_leaves_the_relay_and_may_be_published_again(daemon: Daemon):
+    with daemon.client() as client:
+        publish_and_wait(client, 1)
+        with client.lease(version(1)) as other:
+            flip(daemon.directory / client.status().slots[0].file)
+            with pytest.raises(RelayError, match="the bytes changed"):
+                client.lease(version(1), verify=True)
+            assert slots(client.status())[0] == ("filling", 1), "a reader is there still, and nobody else gets it"
+            with pytest.raises(RelayError, match=r"not ready.*ready \(oldest first\): none"):
+                client.lease(version(1))
+            publish_and_wait(client, 1)
+            other.release()
+        client.lease(version(1), verify=True).release()
+        assert [state for state, _ in slots(client.status())] == ["free", "ready", "free"]
+
+
+def test_a_reader_that_is_wrong_about_a_version_takes_it_away_from_nobody(daemon: Daemon):
+    with daemon.client() as client:
+        publish_and_wait(client, 1)
+        with client.lease(version(1)) as lease:
+            lease.buffer[0:4] = b"oops"  # stays with this reader
+            with pytest.raises(RelayError, match="the bytes changed"):
+                lease.verify()
+        client.lease(version(1), verify=True).release()
+
+
+def flip(path: Path) -> None:
+    """A byte in the middle."""
+    with path.open("r+b") as file:
+        file.seek(BLOCK_BYTES + 5)
+        (byte,) = file.read(1)
+        file.seek(BLOCK_BYTES + 5)
+        file.write(bytes([byte ^ 0xFF]))
 
 
 def test_a_write_of_a_reader_stays_with_the_reader(daemon: Daemon):

@@ -60,6 +60,21 @@ def test_the_oldest_unleased_slot_is_recycled_and_never_the_newest():
     assert states(table) == [("ready", 1), ("ready", 4), ("ready", 5)]
 
 
+def test_a_version_whose_bytes_have_changed_is_given_to_nobody_and_may_come_again():
+    dropped: list[Version] = []
+    table = SlotTable(2, lambda version, reason, _: None, dropped.append)
+    publish(table, 1)
+    lease, slot = table.lease(version(1))
+    table.discard(slot)
+    table.discard(slot)
+    assert dropped == [version(1)]
+    assert (table.newest, table.is_settled(version(1))) == (None, False)
+    publish(table, 1)
+    assert states(table) == [("filling", 1), ("ready", 1)]
+    table.release(lease)
+    assert states(table) == [("free", None), ("ready", 1)]
+
+
 def test_newest_means_order_of_publication_not_order_of_completion():
     table, _ = make_table()
     for step in (1, 2):

@@ -238,9 +238,11 @@ class Lease:
         return self._view
 
     def verify(self) -> None:
-        """Compute the digest again. On a mismatch the lease ends and RelayError is raised."""
+        """Compute the digest again. On a mismatch the relay is told, the lease ends and RelayError is raised."""
         found = digest(self._view)
         if found != self.digest:
+            with contextlib.suppress(RelayError):  # a relay that is gone gives it to nobody
+                self._connection.ask(protocol.Distrust(lease=self._lease), protocol.Done, self._timeout_s)
             self.release()
             raise RelayError(
                 f"{self.version} in {self._connection.directory}: digest {found} instead of {self.digest}; the bytes "

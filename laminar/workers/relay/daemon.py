@@ -27,6 +27,7 @@ from laminar.wire import Neighbour
 from laminar.workers.relay import protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
+from laminar.workers.relay.digest import digest
 from laminar.workers.relay.flow import Flow
 from laminar.workers.relay.old_versions import OldVersions
 from laminar.workers.relay.protocol import RelayError
@@ -48,7 +49,7 @@ class _Connection:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.leases: dict[int, None] = {}
+        self.leases: dict[int, Slot] = {}
         self.writing: dict[tuple[Version, int], int] = {}
         """Version and rank -> publication."""
 
@@ -189,6 +190,8 @@ class RelayServer:
                 return await self._acquire(connection, request)
             case protocol.Release():
                 return self._release(connection, request)
+            case protocol.Distrust():
+                return await self._distrust(connection, request)
             case protocol.Arrange():
                 self.arrange(request.epoch, request.upstream, request.downstream, request.num_relays)
                 return protocol.Done()
@@ -242,7 +245,7 @@ class RelayServer:
     async def _acquire(self, connection: _Connection, request: protocol.Acquire) -> protocol.Leased:
         await self.versions.until_ready(request.version, min(request.wait_s, WAIT_S_MAX))
         lease, slot = self._table.lease(request.version)
-        connection.leases[lease] = None
+        connection.leases[lease] = slot
         assert slot.version is not None
         assert slot.manifest is not None
         return protocol.Leased(
@@ -259,6 +262,18 @@ class RelayServer:
             raise RelayError(f"release of lease {request.lease}: this connection does not hold it")
         del connection.leases[request.lease]
         self._table.release(request.lease)
+        return protocol.Done()
+
+    async def _distrust(self, connection: _Connection, request: protocol.Distrust) -> protocol.Done:
+        """Look for oneself: a reader alone cannot take a version away from the others."""
+        if request.lease not in connection.leases:
+            raise RelayError(f"distrust of lease {request.lease}: this connection does not hold it")
+        slot = connection.leases[request.lease]
+        files = self.versions.files
+        assert files is not None
+        if await asyncio.to_thread(digest, files.view(slot.index, slot.num_bytes)) != slot.digest:
+            log.error("relay_version_changed", version=str(slot.version), slot=slot.index)
+            self._table.discard(slot)
         return protocol.Done()
 
     def _status(self) -> protocol.Status:

@@ -81,6 +81,12 @@ class Release(_Struct, frozen=True, kw_only=True):
     lease: int
 
 
+class Distrust(_Struct, frozen=True, kw_only=True):
+    """The bytes of a lease of this connection are not those that the digest is of. If that is so, the version leaves the relay."""
+
+    lease: int
+
+
 class Arrange(_Struct, frozen=True, kw_only=True):
     """This relay's place in the chain of `epoch`, for one that stands alone; else the controller tells it."""
 
@@ -221,7 +227,7 @@ class Status(_Struct, frozen=True, kw_only=True):
     """The same of those that held the chain up."""
 
 
-Request = Begin | Wrote | Commit | Abandon | Acquire | Release | Arrange | Retain | GetStatus
+Request = Begin | Wrote | Commit | Abandon | Acquire | Release | Distrust | Arrange | Retain | GetStatus
 Reply = Begun | Done | Leased | Refusal | Status
 
 _encoder = msgspec.msgpack.Encoder()

@@ -242,6 +242,14 @@ class SlotTable:
         self._outcomes.pop(version, None)
         self._free_if_unused(slot)
 
+    def discard(self, slot: Slot) -> None:
+        """A READY version whose bytes have changed is gone; it may be published, or come through the chain, again."""
+        if slot.version is not None and slot.state is SlotState.READY:
+            slot.state, slot.lost = SlotState.FILLING, "its bytes have changed"
+            self._outcomes.pop(slot.version, None)
+            self._on_dropped(slot.version)
+            self._free_if_unused(slot)
+
     def is_settled(self, version: Version) -> bool:
         """Superseded, lost, refused or recycled: it will not become READY (again)."""
         slot = self.filling(version)

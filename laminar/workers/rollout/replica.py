@@ -25,7 +25,7 @@ from laminar.tasks.rewards import Reward, RewardPool
 from laminar.workers.canary import TOLERANCES, CanaryError, Sighting, judge
 from laminar.workers.engines.base import Engine, WeightsBroken
 from laminar.workers.link import Link
-from laminar.workers.relay.client import Lease, RelayClient
+from laminar.workers.relay.client import Lease, RelayClient, RelayError
 from laminar.workers.relay.manifest import Snapshot
 from laminar.workers.rollout.agents import AgentHost, Agents
 from laminar.workers.rollout.evaluation import EvaluationError, Evaluator
@@ -290,6 +290,10 @@ class Replica:
                 raise RefreshError(f"the relay has digest {lease.digest}, the order says {order.digest}")
             await self._engine.load_weights(order.version, lease.snapshot)
             difference = await self._look(lease)
+        except CanaryError:
+            with contextlib.suppress(RelayError):  # if the relay's bytes are to blame, nobody else is to meet them
+                await asyncio.to_thread(lease.verify)
+            raise
         finally:
             await asyncio.to_thread(lease.release)
         wait_s = time.monotonic() - began

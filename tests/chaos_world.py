@@ -39,14 +39,20 @@ def leave(driver: Driver, run: Path, *strikes: Strike) -> Path:
     run.mkdir(exist_ok=True)
     with contextlib.closing(sqlite3.connect(run / "run.db")) as database, database:
         database.executescript(SCHEMA)
-        database.execute("INSERT INTO boots VALUES (1, 0, 1, 'here', 0, 'run', ?, 1, 'over')", (__version__,))
+        database.execute(
+            "INSERT INTO boots (boot, resumed_step, code, continues, outcome) VALUES (1, 0, ?, 1, 'over')",
+            (__version__,),
+        )
         for body in driver.log:
             event = msgspec.msgpack.decode(body, type=events.AnyEvent)
             row = (1, event.seq, event.at, type(event).__name__, body)
-            database.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row)
+            database.execute("INSERT INTO events (boot, seq, at, kind, body) VALUES (?, ?, ?, ?, ?)", row)
             if isinstance(event, events.VersionReady):
                 version = (event.version.step, event.version.branch, event.digest, event.num_bytes, event.at)
-                database.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?)", version)
+                database.execute(
+                    "INSERT OR REPLACE INTO versions (step, branch, digest, num_bytes, published_at) VALUES (?, ?, ?, ?, ?)",
+                    version,
+                )
         for action in driver.all(actions.RecordTrajectories):
             for t in action.trajectories:
                 version = str(t.behavior_version) if t.behavior_version is not None else None

@@ -109,6 +109,20 @@ def test_what_was_only_held_up_has_recovered_when_it_works_after_that(tmp_path: 
     assert outcome.problems == []
 
 
+def test_work_that_was_under_way_when_a_connection_was_cut_is_no_recovery(tmp_path: Path) -> None:
+    script = Script()
+    struck = script.at
+    script.at += 0.1
+    script.report("rollout-1")
+    script.at += 0.2
+    script.send(events.WorkerReturned(worker=WorkerId("rollout-1"), incarnation=1))
+    script.at += 0.1
+    script.report("rollout-1")
+    _, outcome = report(script, tmp_path, strike("drop_frames", "rollout-1", struck))
+    assert (round(outcome.noticed_s or 0, 3), round(outcome.recovered_s or 0, 3)) == (0.3, 0.4)
+    assert outcome.problems == []
+
+
 def test_steps_that_are_done_again_are_a_finding_unless_the_trainer_was_struck(tmp_path: Path) -> None:
     script = Script()
     script.step_done()

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ Exit status: 0 = the report is clean, 1 = it is not, 2 = wrong input. docs/chaos
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # undo, stop the run and report, as for Ctrl-C
     try:
         if options.list:
             return _list_kinds()

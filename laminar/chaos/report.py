@@ -57,7 +57,7 @@ def make(run: Path, settings: Settings | None = None, also: dict[str, list[str]]
         run=str(run),
         clean=not any(checks.values()),
         seconds=evidence.seconds,
-        num_steps=evidence.core.state.trainer.step,
+        num_steps=max((step.step for step in evidence.trained), default=0),
         num_faults=len(struck),
         num_kinds=len({fault.kind for fault in struck}),
         faults=faults,
@@ -131,7 +131,7 @@ def _cells(fault: Outcome) -> list[str]:
     if fault.skipped:
         return [*what, "", f"skipped: {fault.skipped}", "", "", "", "", "", ""]
     lost = ", ".join(f"{num} tokens ({reason})" for reason, num in fault.lost_tokens.items())
-    redone = f"{fault.num_redone} steps redone" if fault.num_redone else ""
+    redone = f"steps redone: {fault.num_redone}" if fault.num_redone else ""
     generation = "" if fault.generation is None else f"{fault.generation:.0%}"
     return [
         *what,

@@ -2,7 +2,8 @@
 
     strike ──► noticed (a channel broke, a pull was refused, the disk is full) ──► back (joined or reconnected) ──► works
 
-What was killed has to join again before its work counts; what was only held up has to work after it was let go.
+What was killed has to join again before its work counts; what was only held up has to work after it was let go. Work before a fault
+that must be noticed was noticed is what was under way.
 """
 
 from laminar.chaos.journal import Strike
@@ -46,7 +47,7 @@ class Watch:
         if reason := self._sign(event):
             self.noticed_at = self.noticed_at or event.at
             self.noticed_by = self.noticed_by or reason
-        over = 0 < self.strike.until <= event.at
+        over = 0 < self.strike.until <= event.at and (self.noticed_at or not self.kind.must_be_noticed)
         if over and self._controller_is_back and not self._away and self._must_return <= self._back:
             self.recovered_at = event.at if self._works(event) else 0.0
 

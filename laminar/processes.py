@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import psutil
 
 TOKEN, NAME, LOG = "LAMINAR_TOKEN", "LAMINAR_PROCESS", "LAMINAR_LOG"  # environment of every process of a run
+SUPERVISED = "LAMINAR_LAUNCH"  # and of those that have a supervisor, which tells one from a later one of the same name
 LOOK_S = 0.01  # nobody tells us of the end of processes that are not our children
 KILL_ROUNDS = 2  # the second meets what the first saw being born
 

@@ -1,11 +1,14 @@
 """What the controller and its supervisors on other hosts say to each other (docs/cluster.md).
 
-Each process on another host has an ssh connection and, at its other end, a supervisor (`laminar.workers.remote.supervise`):
+Each process on another host has a supervisor there, which outlives the ssh connection to it (`laminar.workers.remote.supervise`):
 
-    controller ── stdin ──► one line: `Order`; then words: TERMINATE, KILL. Its end means: the controller is gone
+    controller ── stdin ──► one line: `Order`, or `Attach` to one given before; then words: HERE now and then, TERMINATE, KILL
                ◄─ stdout ─  what the process writes
                ◄─ stderr ─  one line: STARTED, or why not
                ◄─ status ─  of the process, `status_of`; LOST is ssh's own: no connection, or it broke
+
+A connection that breaks says nothing about the process: the controller, or the one that takes its place, attaches again. Without a
+word for `Order.survive_s` the supervisor ends the process.
 
 Before anything starts, `laminar.workers.remote.check` answers a `Question` in the same way, by one line on stdout.
 """
@@ -19,25 +22,49 @@ import msgspec
 import laminar
 
 STARTED = b"laminar: started\n"
-TERMINATE, KILL = b"terminate\n", b"kill\n"
+HERE, TERMINATE, KILL = b"here\n", b"terminate\n", b"kill\n"
 ANSWER = b"laminar: "
 """Begins the line with the answer; a login may print lines of its own."""
 
 LOST = 255
 NOT_STARTED = 96
 NO_DIRECTORY = 97
+GONE = 98  # nobody to attach to
+OUTDATED = 99  # a controller with a higher boot number has the process
 _SIGNALLED = 128  # and up: the shell's convention
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """A process to start."""
 
     command: list[str]
     environment: dict[str, str]
     """In addition to that of a login there; `processes.TOKEN` and `processes.NAME` are in it."""
     survive_s: float
-    """How long the process may go on after the connection broke. It stops by itself when it is orphaned; this is for one that
-    does not."""
+    """How long the process may go on without a word of any controller, to its supervisor or to itself. It stops by itself when it
+    is orphaned; this is for one that does not."""
+    url: str
+    """Where the controller is."""
+    boot: int
+    """Its boot number."""
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
+    """A process that was started before, and whose connection broke or whose controller died."""
+
+    token: str
+    """Of its run."""
+    name: str
+    url: str
+    """Where the controller is now."""
+    boot: int
+    """Its boot number: a supervisor obeys the highest that it has seen."""
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """From supervisor to supervisor: the process is started anew."""
+
+    boot: int
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,9 +119,9 @@ class Run:
         return cls(directory, name, arguments, wrap, python_path)
 
     @classmethod
-    def resume(cls, path: Path, *arguments: str) -> Self:
+    def resume(cls, path: Path, *arguments: str, wrap: tuple[str, ...] = ()) -> Self:
         """Go on with a run."""
-        return cls(path.parent, path.name, ["--resume", str(path), *arguments])
+        return cls(path.parent, path.name, ["--resume", str(path), *arguments], wrap)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

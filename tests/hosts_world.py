@@ -108,8 +108,12 @@ class Machines:
     @property
     def wrap(self) -> tuple[str, ...]:
         """Runs a command on the controller's machine."""
-        inside = 'mount -t tmpfs tmpfs /dev/shm && hostname controller && exec "$@"'
-        return ("ip", "netns", "exec", self.namespace(0), *INSIDE, "sh", "-c", inside, "sh")
+        return self.wrap_at(0, "controller")
+
+    def wrap_at(self, number: int, name: str) -> tuple[str, ...]:
+        """Runs a command on a machine of its own, with this name, at the address of another."""
+        inside = f'mount -t tmpfs tmpfs /dev/shm && hostname {name} && exec "$@"'
+        return ("ip", "netns", "exec", self.namespace(number), *INSIDE, "sh", "-c", inside, "sh")
 
     def namespace(self, number: int) -> str:
         return f"{self.mark}n{number}"

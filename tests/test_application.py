@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sqlite3
 import stat
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar import configfile, hosts
+from laminar import configfile, hosts, processes
 from laminar.controller import launch, rundir
 from laminar.controller.app import Application
 from laminar.core import events
@@ -162,6 +163,25 @@ async def test_a_disk_that_is_full_when_the_run_is_stopped_ends_it_with_what_is_
     out = capsys.readouterr().out
     assert "cannot be written: [Errno 28] No space left on device" in out
     world.check_nothing_is_left(application)
+
+
+async def test_a_controller_whose_run_another_has_taken_ends_and_leaves_everything_to_it(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    application = world.application()
+
+    def take() -> None:
+        with sqlite3.connect(world.run / "run.db") as database:
+            database.execute("INSERT INTO boots (boot, pid, host) VALUES (2, 77, 'elsewhere')")
+        application._post(events.TimerFired())
+
+    assert await run(application, take) == 1
+    out = capsys.readouterr().out
+    assert "the run failed: the controller with pid 77 on elsewhere has taken it over (boot 2, this one is 1)" in out
+    left = processes.marked({processes.TOKEN: (world.run / "token").read_text()})
+    assert len(left) == 3, "relay, trainer, rollout"
+    for process in left:
+        process.kill()
 
 
 async def test_a_bug_of_the_controller_ends_the_run_with_its_name_and_a_dump(

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -355,6 +356,20 @@ def test_a_run_that_another_controller_holds_is_left_alone(shell: Shell) -> None
         assert (run / "token").read_text() == "the other controller's"
     finally:
         log.close()
+
+
+def test_a_run_is_not_taken_over_from_a_controller_that_lives(shell: Shell) -> None:
+    run = resumable(shell)
+    log = EventLog(run / "run.db", 0.01)
+    log.begin_boot(1.0, os.getpid(), "here", 0)
+    with sqlite3.connect(run / "run.db") as database:
+        database.execute("INSERT INTO snapshots (boot, seq, body) VALUES (2, 1, ?)", (b"",))
+    for arguments in ((), ("run.steps=9",)):
+        shell.refused(shell.run("--resume", str(run), *arguments), f"in use by the controller with pid {os.getpid()}")
+    log.close()
+    shell.refused(shell.run("--resume", str(run), "run.steps=9"), "goes on as it was, without run.steps=9")
+    moved = shell.run("--resume", str(run), "controller.host=127.0.0.2", "controller.port=7777", "--dry-run")
+    assert "workers dial http://127.0.0.2:7777" in moved.stdout, moved.stderr
 
 
 def test_a_database_that_is_none(shell: Shell) -> None:

@@ -5,11 +5,17 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e import SMALL, Run, ledger_is_closed
+from e2e_replay import events_of
 from hosts_world import Machines, why_not
 
+from laminar.core import events
+
 pytestmark = pytest.mark.timeout(300)
+
+PATIENT = ("controller.orphan_timeout_s=60", "controller.heartbeat_timeout_s=40")
 
 
 @pytest.fixture
@@ -26,11 +32,11 @@ def start(machines: Machines, directory: Path, hosts: str, *overrides: str) -> R
     return Run.start(directory, file, *SMALL, *overrides, f"controller.ssh={machines.client}", wrap=machines.wrap)
 
 
-def test_a_run_on_other_machines_trains_mends_itself_and_leaves_nothing_there(
+def test_a_run_on_other_machines_mends_itself_survives_its_controller_and_leaves_nothing_there(
     machines: Machines, tmp_path: Path
 ) -> None:
     hosts = "node1 trainer\nnode2 rollout\n"
-    with start(machines, tmp_path, hosts, "run.steps=5000", "relay.link_timeout_s=10") as run:
+    with start(machines, tmp_path, hosts, "run.steps=5000", "relay.link_timeout_s=10", *PATIENT) as run:
         run.until_said(r"^step 2/")
         assert run.until_said(r"processes, controller at http://10\.78\.0\.1:")
         assert {"relay-0", "trainer-0"} <= named(machines, 1)
@@ -38,15 +44,49 @@ def test_a_run_on_other_machines_trains_mends_itself_and_leaves_nothing_there(
         run.kill_worker("laminar.workers.rollout")
         run.until_said(r"^rollout-0 is started again")
         run.until(lambda: steps(run) and steps(run)[-1] > steps_when_told(run))
-        controller = run.worker("laminar.controller")
-        assert controller is not None
-        controller.send_signal(signal.SIGINT)
-        assert run.wait() == 0, run.output
-    machines.await_nothing_left()
+        workers = pids(machines)
+        controller(run).kill()
+        run.wait()
+        assert pids(machines) == workers, "workers live on without a controller"
+        with Run.resume(run.path, wrap=machines.wrap_at(2, "elsewhere")) as second:
+            second.until_said(r"processes, controller at http://10\.78\.0\.3:")
+            second.until(lambda: len(steps(second)) >= 2)
+            assert pids(machines) == workers, "the other controller took them over"
+            controller(second).send_signal(signal.SIGINT)
+            assert second.wait() == 0, second.output
+        machines.await_nothing_left()
     assert run.until_said(r"^alarm: worker-lost: rollout-0 was lost: ended by signal 9")
-    assert ledger_is_closed(run.output)
-    assert run.num_dropped().keys() <= {"stopped"}, run.output
+    assert "alarm: worker-lost" not in second.output
+    assert ledger_is_closed(second.output)
+    assert run.num_dropped().keys() <= {"stopped"}, second.output
     assert run.checkpoints()
+    check_nothing_was_done_twice(run)
+
+
+def check_nothing_was_done_twice(run: Run) -> None:
+    done = [(event.step, event.attempt) for event in events_of(run) if isinstance(event, events.StepFinished)]
+    assert done == [(step, 1) for step in range(1, len(done) + 1)]
+    rows = "SELECT count(*), count(DISTINCT id) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY step"
+    assert set(run.query(rows)) == {(16, 16)}
+    twice = "SELECT prompt FROM trajectories GROUP BY prompt HAVING count(DISTINCT group_id) > 1"
+    assert run.query(twice) == []
+
+
+def controller(run: Run) -> psutil.Process:
+    found = run.worker("laminar.controller")
+    assert found is not None
+    return found
+
+
+def pids(machines: Machines) -> dict[str, set[int]]:
+    """Worker -> its processes, on all machines."""
+    found: dict[str, set[int]] = {}
+    for number in range(1, len(machines.names) + 1):
+        for process in machines.processes(number):
+            words = process.cmdline()
+            if "--name" in words:
+                found.setdefault(words[words.index("--name") + 1], set()).add(process.pid)
+    return found
 
 
 def named(machines: Machines, number: int) -> set[str]:

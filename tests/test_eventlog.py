@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar.controller import eventlog
-from laminar.controller.eventlog import EventLog
+from laminar.controller import eventlog, runlock
+from laminar.controller.eventlog import EventLog, Superseded
 from laminar.errors import StartError
 
 pytestmark = pytest.mark.timeout(30)
@@ -291,6 +291,24 @@ def test_a_second_controller_is_refused_and_told_who_holds_the_run(tmp_path: Pat
     assert rows(tmp_path, "SELECT boot FROM boots") == [(1,), (2,)]
 
 
+async def test_a_controller_whose_run_another_has_taken_all_the_same_writes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(tmp_path)
+    first.start(lambda seq: None)
+    first.append(1, 0.0, "e", b"")
+    await durable(first, 1)
+    first.run_lock.release()  # a file system that forgets locks, or whose machines do not see each other's
+    second = begun(tmp_path)
+    first.append(2, 0.0, "e", b"")
+    with pytest.raises(Superseded, match=rf"pid {os.getpid()} on here has taken it over \(boot 2, this one is 1\)"):
+        await durable(first, 2)
+    first.close(outcome="stopped")
+    second.close()
+    assert rows(tmp_path, "SELECT boot, seq FROM events") == [(1, 1)]
+    assert rows(tmp_path, "SELECT boot, outcome FROM boots") == [(1, None), (2, None)]
+
+
 def test_a_killed_controller_leaves_the_run_free(tmp_path: Path) -> None:
     program = (
         "import os, sys, pathlib\n"
@@ -323,6 +341,6 @@ def test_a_missing_directory_is_a_start_error(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_working_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eventlog.fcntl, "flock", lambda file, how: None)
+    monkeypatch.setattr(runlock.fcntl, "flock", lambda file, how: None)
     with pytest.raises(StartError, match=r"no working locks .*choose a local one with run\.dir"):
         begun(tmp_path)

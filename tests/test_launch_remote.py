@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import ssh_standin
@@ -21,6 +22,7 @@ from laminar.remote import LOST
 pytestmark = pytest.mark.timeout(120)
 
 LIMIT_S = 60.0
+SURVIVE_S = 40.0
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
@@ -30,11 +32,13 @@ STUBBORN = (
 class World:
     """A launcher whose news are kept."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, token: str = "", boot: int = 1) -> None:
+        self.directory = directory
         self.client = ssh_standin.make(directory)
         self.exits: list[tuple[str, int, str]] = []
         self.told = asyncio.Event()
-        self.launcher = Launcher(directory / "logs", f"token-{os.urandom(8).hex()}", self._on_exit)
+        self.token = token or f"token-{os.urandom(8).hex()}"
+        self.launcher = Launcher(directory / "logs", self.token, self._on_exit, survive_s=SURVIVE_S, boot=boot)
 
     def _on_exit(self, name: str, code: int, last_lines: str) -> None:
         self.exits.append((name, code, last_lines))
@@ -52,14 +56,28 @@ class World:
     async def start(self, program: str, name: str = "rollout-0") -> psutil.Process:
         """The process itself."""
         await self.launcher.start(self.process(program, name))
-        (child,) = psutil.Process(self.launcher._children[name].pid).children()
+        (supervisor,) = self.client_of(name).children()
+        (child,) = supervisor.children()
         return child
+
+    def client_of(self, name: str = "rollout-0") -> psutil.Process:
+        """The present ssh client."""
+        return psutil.Process(self.launcher._children[name].pid)
 
     async def ready(self, name: str = "rollout-0") -> None:
         """It has written that."""
         async with asyncio.timeout(LIMIT_S):
             while "ready" not in self.launcher.last_lines(name):  # noqa: ASYNC110 - it is a file
                 await asyncio.sleep(0.01)
+
+    def break_ssh(self) -> None:
+        """No connection is made any more."""
+        Path(self.client).write_text(
+            "#!/bin/sh\necho 'ssh: connect to host there port 22: No route to host' >&2\nexit 255\n"
+        )
+
+    def mend_ssh(self) -> None:
+        ssh_standin.make(self.directory)
 
     async def exit(self) -> tuple[str, int, str]:
         await asyncio.wait_for(self.told.wait(), LIMIT_S)
@@ -176,7 +194,7 @@ async def test_processes_of_several_hosts_start_at_once_and_the_first_failure_is
 async def test_the_token_is_in_no_argument_here_or_there(world: World) -> None:
     child = await world.start(SLEEP)
     await world.ready()  # before its exec it has the environment of whoever forked it
-    client = psutil.Process(world.launcher._children["rollout-0"].pid)
+    client = world.client_of()
     token = child.environ()["LAMINAR_TOKEN"]
     assert token == world.launcher._token
     assert not any(token in argument for process in (child, client) for argument in process.cmdline())
@@ -231,7 +249,137 @@ async def test_kill_ends_everything_at_once(world: World) -> None:
     assert world.exits == []
 
 
-async def test_a_connection_that_breaks_is_reported_as_such(world: World) -> None:
-    await world.start(SLEEP)
-    psutil.Process(world.launcher._children["rollout-0"].pid).kill()
+# ---- connections that break, controllers that die ----------------------------------------------------------
+
+
+async def another_connection(world: World, before: psutil.Process) -> psutil.Process:
+    """The client that took the place of one that was killed."""
+    async with asyncio.timeout(LIMIT_S):
+        while world.launcher._children["rollout-0"].pid in (-1, before.pid):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    return world.client_of()
+
+
+async def test_a_connection_that_breaks_is_made_again_and_the_process_does_not_notice(world: World) -> None:
+    process = await world.start("import sys, time\nprint('ready', flush=True)\ntime.sleep(600)")
+    await world.ready()
+    for _ in range(2):
+        before = world.client_of()
+        before.kill()
+        await another_connection(world, before)
+        assert not is_gone(process)
+    process.send_signal(signal.SIGKILL)
+    assert (await world.exit())[:2] == ("rollout-0", -signal.SIGKILL)
+    assert "laminar: the ssh connection to there broke" in world.launcher.last_lines("rollout-0")
+
+
+async def test_a_process_that_ended_while_its_connection_was_broken_is_reported_with_its_own_end(world: World) -> None:
+    process = await world.start(SLEEP)
+    world.break_ssh()
+    world.client_of().kill()
+    process.send_signal(signal.SIGABRT)
+    await asyncio.to_thread(process.wait, LIMIT_S)
+    world.mend_ssh()
+    assert (await world.exit())[:2] == ("rollout-0", -signal.SIGABRT)
+
+
+async def test_a_process_whose_host_is_not_reached_for_as_long_as_it_may_live_alone_is_lost(world: World) -> None:
+    world.launcher._survive_s = 2.0
+    process = await world.start(SLEEP)
+    world.break_ssh()
+    world.client_of().kill()
+    name, code, lines = await world.exit()
+    assert (name, code) == ("rollout-0", LOST)
+    assert "nothing more is known of it: ssh failed (ssh: connect to host there port 22: No route to host)" in lines
+    await asyncio.to_thread(process.wait, LIMIT_S)
+
+
+async def test_a_process_whose_supervisor_was_killed_is_lost_at_once(world: World) -> None:
+    process = await world.start(SLEEP)
+    world.client_of().children()[0].kill()
+    name, code, lines = await world.exit()
+    assert (name, code) == ("rollout-0", LOST)
+    assert "rollout-0 has no supervisor here" in lines
+    process.kill()
+
+
+async def test_a_process_that_is_to_stop_while_its_connection_is_broken_is_told_when_there_is_one(world: World) -> None:
+    process = await world.start(SLEEP)
+    world.break_ssh()
+    before = world.client_of()
+    before.kill()
+    await asyncio.to_thread(before.wait, LIMIT_S)
+    stopping = asyncio.create_task(world.launcher.stop(set()))
+    await asyncio.sleep(0)
+    world.mend_ssh()
+    await asyncio.wait_for(stopping, LIMIT_S)
+    assert is_gone(process)
+    assert world.exits == []
+
+
+def successor(world: World) -> World:
+    """The controller that takes the place of one that was killed."""
+    for name in world.launcher.alive:
+        world.client_of(name).kill()
+    world.launcher.leave()
+    return World(world.directory, world.token, boot=2)
+
+
+async def test_the_next_controller_takes_over_what_lives_on_other_hosts_with_its_output_and_its_end(
+    world: World,
+) -> None:
+    process = await world.start(SLEEP)
+    await world.ready()
+    following = successor(world)
+    wanted = [world.process(SLEEP), world.process(SLEEP, "rollout-1")]
+    assert await following.launcher.adopt(wanted) == ["rollout-0"], "nobody has ever started rollout-1"
+    assert not is_gone(process)
+    process.send_signal(signal.SIGKILL)
+    assert (await following.exit())[:2] == ("rollout-0", -signal.SIGKILL)
+    assert world.exits == []
+
+
+async def test_the_next_controller_takes_over_what_is_on_its_own_machine_and_was_started_from_another(
+    world: World,
+) -> None:
+    process = await world.start(SLEEP)
+    following = successor(world)
+    here = msgspec.structs.replace(world.process(SLEEP), ssh=[])
+    assert await following.launcher.adopt([here]) == ["rollout-0"]
+    process.send_signal(signal.SIGKILL)
+    assert (await following.exit())[:2] == ("rollout-0", -signal.SIGKILL)
+
+
+async def test_the_next_controller_stops_what_it_took_over(world: World) -> None:
+    process = await world.start(STUBBORN)
+    await world.ready()
+    following = successor(world)
+    await following.launcher.adopt([world.process(STUBBORN)])
+    following.launcher.kill()
+    assert is_gone(process)
+    await asyncio.gather(*following.launcher._watchers.values())
+
+
+async def test_what_is_on_a_host_that_does_not_answer_counts_as_alive_and_is_found_later(world: World) -> None:
+    process = await world.start(SLEEP)
+    following = successor(world)
+    following.break_ssh()
+    assert await following.launcher.adopt([world.process(SLEEP)]) == ["rollout-0"]
+    world.mend_ssh()
+    async with asyncio.timeout(LIMIT_S):
+        while following.launcher._children["rollout-0"].pid == -1:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert (await following.exit())[:2] == ("rollout-0", -signal.SIGKILL)
+
+
+async def test_a_controller_whose_processes_another_has_taken_over_starts_none_in_their_place(world: World) -> None:
+    process = await world.start(SLEEP)
+    following = World(world.directory, world.token, boot=2)
+    await following.launcher.adopt([world.process(SLEEP)])
     assert (await world.exit())[:2] == ("rollout-0", LOST)
+    with pytest.raises(StartError, match="rollout-0 belongs to another controller, of a boot after 1"):
+        await world.launcher.start(world.process(SLEEP))
+    assert not is_gone(process)
+    following.launcher.kill()
+    await asyncio.gather(*following.launcher._watchers.values())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -230,15 +231,45 @@ async def test_a_controller_that_sends_only_nonsense_is_given_up(end: Controller
     await link.close()
 
 
-async def test_a_controller_of_an_older_boot_is_refused(end: ControllerEnd) -> None:
+async def test_a_worker_that_hears_its_controller_says_so_to_its_supervisor(
+    end: ControllerEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "url"
+    file.touch()
+    os.utime(file, (1.0, 1.0))
+    monkeypatch.setenv(wire.HOST_RENDEZVOUS_VARIABLE, str(file))
+    async with linked(end):
+        seen = end.heartbeats
+        await end.until(lambda: end.heartbeats > seen + 5 and os.stat(file).st_mtime > 1.0)
+
+
+async def test_a_controller_of_an_older_boot_is_not_obeyed(end: ControllerEnd) -> None:
     end.boot = 3
-    link = make_link(end)
+    link = make_link(end, orphan_timeout_s=1.0)
     await link.connect()
     end.boot = 2
     end.drop()
-    with pytest.raises(LinkRefused, match=r"boot number 2, but rollout-0 has already obeyed boot 3"):
+    with pytest.raises(Orphaned, match=r"boot number 2, but rollout-0 has already obeyed boot 3"):
         await received(link)
     await link.close()
+
+
+async def test_a_worker_at_the_door_of_an_older_controller_finds_the_newer_one_by_any_file_that_names_it(
+    end: ControllerEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (wire.RENDEZVOUS_VARIABLE, wire.HOST_RENDEZVOUS_VARIABLE):
+        (tmp_path / variable).write_text(end.url)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    async with controller_end() as newer, linked(end) as link:
+        link.send(lost(1))
+        await end.until(lambda: len(end.messages) == 1)
+        newer.boot = 2
+        (tmp_path / wire.HOST_RENDEZVOUS_VARIABLE).write_text(newer.url)
+        end.boot = 0
+        end.drop()
+        link.send(lost(2))
+        await newer.until(lambda: 2 in steps(newer.messages))
+        assert link.url == newer.url
 
 
 async def test_a_new_controller_that_remembers_nothing_gets_all_unacknowledged_frames(end: ControllerEnd) -> None:

@@ -13,8 +13,22 @@ import msgspec
 import psutil
 import pytest
 
-from laminar.processes import NAME, TOKEN, living
-from laminar.remote import KILL, NOT_STARTED, STARTED, TERMINATE, Order, returncode_of, status_of
+from laminar.processes import NAME, TOKEN, living, marked
+from laminar.remote import (
+    GONE,
+    HERE,
+    KILL,
+    LOST,
+    NOT_STARTED,
+    OUTDATED,
+    STARTED,
+    TERMINATE,
+    Attach,
+    Order,
+    returncode_of,
+    status_of,
+)
+from laminar.workers.remote.supervisor import send_away
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,12 +47,14 @@ WITH_CHILD = (  # as torchrun starts its ranks: in a session of their own
 
 
 class Connection:
-    """A supervisor, and the pipes to it."""
+    """What sshd has of a connection: the process that it starts, and the pipes to it."""
 
     def __init__(
-        self, program: str, survive_s: float = 600.0, token: str = "", command: list[str] | None = None
+        self, program: str = "", survive_s: float = 600.0, token: str = "", command: list[str] | None = None, **say: Any
     ) -> None:
+        """A process is started; or with `attach=True` found again, by its `token`. `say`: `boot` and `url` of the controller."""
         self.token = token or f"token-{os.urandom(8).hex()}"
+        controller = {"boot": say.get("boot", 1), "url": say.get("url", "http://here:1")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "laminar.workers.remote.supervise"],
             stdin=subprocess.PIPE,
@@ -49,12 +65,11 @@ class Connection:
             start_new_session=True,
         )
         environment = {TOKEN: self.token, NAME: "rollout-0", "MINE": "1"}
-        self.say(
-            msgspec.json.encode(
-                Order(command=command or [sys.executable, "-c", program], environment=environment, survive_s=survive_s)
-            )
-            + b"\n"
-        )
+        command = command or [sys.executable, "-c", program]
+        order: Order | Attach = Order(command=command, environment=environment, survive_s=survive_s, **controller)
+        if say.get("attach"):
+            order = Attach(token=token, name="rollout-0", **controller)
+        self.say(msgspec.json.encode(order) + b"\n")
 
     def say(self, words: bytes) -> None:
         assert self.process.stdin is not None
@@ -74,10 +89,19 @@ class Connection:
 
     def started(self) -> psutil.Process:
         """The process, once the supervisor says that it has started."""
+        self.attached()
+        (child,) = self.supervisor().children()
+        return child
+
+    def attached(self) -> None:
+        """The supervisor takes the connection."""
         assert self.process.stderr is not None
         assert self.process.stderr.readline() == STARTED
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
+
+    def supervisor(self) -> psutil.Process:
+        """Of the process that this connection started."""
+        (supervisor,) = psutil.Process(self.process.pid).children()
+        return supervisor
 
     def status(self) -> int:
         return self.process.wait(LIMIT_S)
@@ -93,12 +117,9 @@ def connect() -> Iterator[Callable[..., Connection]]:
 
     yield make
     for connection in connections:
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(TOKEN) == connection.token:
-                    process.kill()
-            except psutil.Error:
-                continue
+        send_away({TOKEN: connection.token, NAME: "rollout-0"}, boot=9)
+        for process in marked({TOKEN: connection.token}):
+            process.kill()
         connection.process.kill()
         connection.process.wait(LIMIT_S)
         for pipe in (connection.process.stdin, connection.process.stdout, connection.process.stderr):
@@ -136,9 +157,11 @@ def test_the_token_is_in_the_environment_of_the_process_only(connect) -> None:
     connection = connect(SLEEP)
     child = connection.started()
     assert child.environ()[TOKEN] == connection.token
-    supervisor = psutil.Process(connection.process.pid)
+    supervisor, asking = connection.supervisor(), psutil.Process(connection.process.pid)
     assert TOKEN not in supervisor.environ()
-    assert connection.token not in " ".join(supervisor.cmdline() + child.cmdline())
+    arguments = [*supervisor.cmdline(), *asking.cmdline(), *child.cmdline()]
+    assert not any(connection.token in argument for argument in arguments)
+    assert connection.token not in " ".join(str(path) for path in Path("/dev/shm").glob("laminar-*"))
 
 
 def test_a_process_that_dies_by_a_signal_is_told_apart_from_one_that_ends(connect) -> None:
@@ -219,36 +242,150 @@ def test_a_process_survives_a_broken_connection_and_may_end_by_itself(connect, t
     connection.started()
     connection.hang_up()
     go.touch()
-    assert connection.status() == 0
-    assert done.exists()
+    until(done.exists)
 
 
-def test_a_process_that_outlives_its_time_without_a_connection_is_ended_also_if_it_is_stubborn(connect) -> None:
-    connection = connect(STUBBORN, survive_s=0.0)
-    child = connection.started()
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_process_without_a_word_of_a_controller_for_too_long_is_ended_also_if_it_is_stubborn(
+    connect, hangs_up: bool
+) -> None:
+    connection = connect(STUBBORN, survive_s=1.0)
+    child, supervisor = connection.started(), connection.supervisor()
     assert connection.line() == b"ready"
-    connection.hang_up()
-    assert returncode_of(connection.status()) == -signal.SIGKILL
-    assert is_gone(child.pid)
+    if hangs_up:
+        connection.hang_up()
+    until(lambda: is_gone(child.pid) and is_gone(supervisor.pid))
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_process_lives_on_while_its_supervisor_or_it_itself_hears_the_controller(connect, by_itself: bool) -> None:
+    touches = "import os, time\nwhile True: os.utime(os.environ['LAMINAR_HOST_RENDEZVOUS']); time.sleep(0.1)"
+    connection = connect(touches if by_itself else SLEEP, survive_s=2.0)
+    child = connection.started()
+    beyond = time.monotonic() + 4.0
+    while time.monotonic() < beyond:
+        if not by_itself:
+            connection.say(HERE)
+        time.sleep(0.1)
+    assert not is_gone(child.pid)
+    child.suspend()
+    until(lambda: is_gone(child.pid))
 
 
 def test_a_process_of_the_same_name_whose_supervisor_was_killed_ends_before_the_next_begins(connect) -> None:
     first = connect(SLEEP)
     left = first.started()
-    first.process.kill()
+    first.supervisor().kill()
+    assert first.status() == LOST
     second = connect(SLEEP, token=first.token)
     second.started()
     assert is_gone(left.pid)
 
 
-def test_a_supervisor_that_lost_its_connection_leaves_the_next_process_of_its_name_alone(connect) -> None:
+def test_a_supervisor_gives_way_to_the_next_of_its_name(connect) -> None:
     first = connect(SLEEP)
-    first.started()
+    left, supervisor = first.started(), first.supervisor()
     first.hang_up()
     second = connect(SLEEP, token=first.token)
     child = second.started()
-    assert returncode_of(first.status()) == -signal.SIGKILL
+    assert is_gone(left.pid)
+    assert is_gone(supervisor.pid)
     assert not is_gone(child.pid)
+    assert second.supervisor().is_running()
+
+
+# ---- over several connections ------------------------------------------------------------------------------
+
+
+def test_another_connection_gets_what_the_process_writes_from_then_on_and_its_end(connect, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    first = connect(
+        "import os, sys, time\n"
+        "print('ready', flush=True)\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "print('last words', flush=True)\n"
+        "sys.exit(7)"
+    )
+    child = first.started()
+    assert first.line() == b"ready"
+    first.process.kill()
+    second = connect(token=first.token, attach=True, boot=2)
+    second.attached()
+    assert not is_gone(child.pid)
+    go.touch()
+    assert second.line() == b"last words"
+    assert second.status() == 7
+
+
+def test_a_controller_that_comes_later_is_told_how_the_process_ended_meanwhile(connect) -> None:
+    first = connect("print('last words', flush=True); import os; os.abort()")
+    first.hang_up()
+    until(lambda: first.process.poll() is not None)
+    second = connect(token=first.token, attach=True, boot=2)
+    output, words = second.process.communicate(timeout=LIMIT_S)
+    assert (output, words) == (b"last words\n", STARTED)
+    assert returncode_of(second.status()) == -signal.SIGABRT
+
+
+def test_a_connection_that_another_replaces_ends_and_its_orders_are_not_heard(connect) -> None:
+    first = connect(SLEEP)
+    child = first.started()
+    second = connect(token=first.token, attach=True, boot=1)
+    second.attached()
+    assert first.status() == LOST
+    assert not is_gone(child.pid)
+    second.say(TERMINATE)
+    assert returncode_of(second.status()) == -signal.SIGTERM
+
+
+def test_a_controller_with_a_lower_boot_number_gets_nothing_and_starts_nothing_in_its_place(connect) -> None:
+    first = connect(SLEEP, boot=2)
+    child = first.started()
+    late = connect(token=first.token, attach=True, boot=1)
+    assert b"belongs to another controller, of boot 2" in late.process.communicate(timeout=LIMIT_S)[1]
+    assert late.status() == OUTDATED
+    later = connect(SLEEP, token=first.token, boot=1)
+    assert b"belongs to another controller" in later.process.communicate(timeout=LIMIT_S)[1]
+    assert later.status() == NOT_STARTED
+    assert not is_gone(child.pid)
+    first.say(KILL)
+    assert returncode_of(first.status()) == -signal.SIGKILL
+
+
+def test_a_process_finds_its_controller_where_the_last_one_that_attached_says_that_it_is(connect) -> None:
+    first = connect(
+        "import os, time\n"
+        "path = os.environ['LAMINAR_HOST_RENDEZVOUS']\n"
+        "seen = ''\n"
+        "while True:\n"
+        "    if (url := open(path).read()) != seen: print(seen := url, flush=True)\n"
+        "    time.sleep(0.01)",
+        url="http://first:1",
+    )
+    first.started()
+    assert first.line() == b"http://first:1"
+    first.process.kill()
+    second = connect(token=first.token, attach=True, boot=2, url="http://second:2")
+    second.attached()
+    assert second.line() == b"http://second:2"
+    second.say(KILL)
+    second.status()
+
+
+def test_nothing_to_attach_to_is_said(connect) -> None:
+    connection = connect(token="token-of-nobody", attach=True)
+    assert b"rollout-0 has no supervisor here" in connection.process.communicate(timeout=LIMIT_S)[1]
+    assert connection.status() == GONE
+
+
+def test_a_supervisor_leaves_nothing_in_shared_memory(connect) -> None:
+    connection = connect(SLEEP)
+    before = set(Path("/dev/shm").glob("laminar-*"))
+    supervisor = connection.started() and connection.supervisor()
+    connection.say(KILL)
+    connection.status()
+    until(lambda: is_gone(supervisor.pid))
+    assert set(Path("/dev/shm").glob("laminar-*")) <= before
 
 
 def test_output_that_nobody_takes_does_not_hold_up_the_process_and_what_is_left_out_is_said(

@@ -247,7 +247,6 @@ async def test_a_worker_is_welcomed_with_the_boot_number_and_the_configuration(w
     ("changes", "reason"),
     [
         ({"protocol": wire.PROTOCOL + 1}, "install the same Laminar"),
-        ({"boot": BOOT + 1}, f"has seen controller boot {BOOT + 1}, this one is {BOOT}"),
         ({"incarnation": 5}, "given up: it hung"),
         ({"incarnation": 4}, "given up: it hung"),
         ({"worker": WorkerId("rollout-1"), "incarnation": 9}, "a newer process of this name is here"),
@@ -279,6 +278,13 @@ async def test_a_peer_that_does_not_say_hello_is_hung_up_on(world: World, first:
     async with linked(world):
         pass
     assert world.steps() == []
+
+
+async def test_a_worker_that_obeys_a_newer_controller_is_hung_up_on_and_not_told_to_end(world: World) -> None:
+    async with dialled(world) as peer:
+        await peer.ws.send_bytes(wire.encode(wire.WorkerEnvelope(0, 0, hello(boot=BOOT + 1))))
+        await peer.end()
+    assert world.channels.all() == []
 
 
 async def test_a_peer_that_says_nothing_is_hung_up_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,13 @@ from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.plan import describe, plan
 from laminar.controller.reach import reach
+from laminar.controller.runlock import RunLock
 from laminar.errors import ConfigError, LaminarError, StartError
 from laminar.logs import Lossy
 
 EXIT_INTERRUPTED = 130
+MAY_MOVE = ("controller.host", "controller.port", "controller.advertise", "controller.ssh")
+"""Keys that may differ for a controller that takes over, perhaps on another machine."""
 EPILOG = """\
 examples:
   python -m laminar.controller --cluster hosts.txt --config configs/quickstart/config.toml
@@ -142,11 +145,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continues: bool) -> None:
     """Raises ConfigError for a run that cannot be resumed, or not so."""
-    changed = [*options.overrides, *(options.sampler or "").split(), *filter(None, [options.config, options.cluster])]
+    overrides = [each for each in options.overrides if each.partition("=")[0] not in MAY_MOVE]
+    changed = [*overrides, *(options.sampler or "").split(), *filter(None, [options.config, options.cluster])]
+    if continues:
+        RunLock(run.database).check()
     if continues and changed:
         raise ConfigError(
             f"the controller of {run.path} died and its workers may be alive: the run goes on as it was, without {changed[0]}. "
-            "Resume it as it is, stop it with Ctrl-C and resume it with changes, or add --from-checkpoint"
+            f"Resume it as it is (only {', '.join(MAY_MOVE)} may differ), stop it with Ctrl-C and resume it with changes, or add "
+            "--from-checkpoint"
         )
     if not continues and run.last_checkpoint() is None:
         raise ConfigError(f"{run.path} has no complete checkpoint to resume from; start a new run")
@@ -174,8 +181,10 @@ def _start(
     prompts = datasets.load(config.task)
     resume = run.last_checkpoint() if run else None
     where = reach(config, machines)
-    found = check_hosts(config, machines, where)
+    found = run and continues and rundir.last_found(run)  # workers wait for us: the check can wait
+    found = found or check_hosts(config, machines, where)
     directory = run or rundir.create(config, hosts_text)
+    rundir.write_found(directory, found)
 
     async def go() -> int:
         application = Application(

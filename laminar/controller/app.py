@@ -26,7 +26,7 @@ from laminar.controller.coresettings import settings_of
 from laminar.controller.crew import Crew
 from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
-from laminar.controller.eventlog import EventLog
+from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
 from laminar.controller.loopwatch import LoopWatch
 from laminar.controller.plan import addresses_of
@@ -78,7 +78,8 @@ class Application:
         self._config, self._hosts, self._run, self._prompts = config, hosts, run, prompts
         self._reach, self._found = reach or Reach(config.controller.host, config.controller.host), found
         self._sampler, self._resume = sampler, resume
-        self._history = recovery.read(run.database) if continues else None
+        self._continues = continues
+        self._history: recovery.History | None = None
         self._began = time.monotonic()
         self._interrupts = 0
 
@@ -86,9 +87,8 @@ class Application:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
         for left in paths.sweep():
             print(f"removed {left}, left behind by a run that was killed", flush=True)
-        core = self._core()
         try:
-            self._open(core)
+            core = self._open()
         except OSError as error:
             raise StartError(f"cannot write the run's directory {self._run.path}: {error}") from error
         self._outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
@@ -119,12 +119,15 @@ class Application:
         except (OSError, msgspec.MsgspecError) as error:
             raise StartError(f"cannot resume from {self._resume}: {file.name}: {error}") from error
 
-    def _open(self, core: Core) -> None:
-        config, run = self._config, self._run
+    def _open(self) -> Core:
+        config, run, continues = self._config, self._run, self._continues
         commit_s = config.controller.log_commit_s
         self._log = EventLog(run.database, commit_s, lambda: self._tokens.sync(), lambda: self._tokens.committed())
+        self._log.run_lock.take(os.getpid(), socket.gethostname())
+        if continues:
+            self._history = recovery.read(run.database)
+        core = self._core()
         resumed = core.state.trainer.step
-        continues = self._history is not None
         self._boot = self._log.begin_boot(
             time.time(), os.getpid(), socket.gethostname(), resumed, run_id=self._run_id_of, continues=continues
         )
@@ -180,6 +183,7 @@ class Application:
         self._tokens.adopt(past, core.state.trajectories.values())
         if self._history is not None:
             self._tell_what_was_cut(past, self._history)
+        return core
 
     def _tell_what_was_cut(self, past: Past, history: recovery.History) -> None:
         cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages]
@@ -223,12 +227,12 @@ class Application:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        await self._crew.start(url, continues=self._history is not None)
+        await self._crew.start(url, continues=self._continues)
 
     async def _listen(self) -> str:
         """The URL: where the controller before this one listened, if that can be had, so that its workers find it."""
         host, port = self._reach.bind, self._config.controller.port
-        known = last_port(self._run) if self._history is not None and not port else port
+        known = last_port(self._run) if self._continues and not port else port
         try:
             await self._server.start(host, known)
         except StartError:
@@ -275,6 +279,8 @@ class Application:
             f"the event log {self._run.database} cannot be written: {self._log.failure}; "
             "mend its disk or make room, then resume"
         )
+        if isinstance(self._log.failure, Superseded):
+            reason = f"{self._log.failure}; this one has stopped, and leaves the run and its workers to that one"
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 
     def _post(self, event: events.AnyEvent) -> int:
@@ -329,20 +335,28 @@ class Application:
     # ---- end -----------------------------------------------------------------------------------------------
 
     async def _close(self) -> None:
-        for role in ("rollout", "trainer", "relay"):
-            for worker in self._channels.workers(role):
-                self._channels.stop(worker, "the run is over")
-        await self._crew.stop()
+        is_ours = not isinstance(self._log.failure, Superseded)
+        if is_ours:
+            await self._stop_workers()
+        else:
+            self._crew.launcher.leave()
         await self._runtime.close()
         await self._server.close()
         self._loop_watch.close()
-        self._leave_nothing()
+        if is_ours:
+            self._leave_nothing()
         self._tokens.finish()
         self._log.close(outcome=self._outcome.reason)
         for part in (self._tokens, self._telemetry):
             with contextlib.suppress(OSError):  # a full disk; the log has the error already
                 part.close()
         self._display.close()
+
+    async def _stop_workers(self) -> None:
+        for role in ("rollout", "trainer", "relay"):
+            for worker in self._channels.workers(role):
+                self._channels.stop(worker, "the run is over")
+        await self._crew.stop()
 
     def _leave_nothing(self) -> None:
         addresses = addresses_of(self._hosts)

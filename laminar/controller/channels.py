@@ -225,8 +225,6 @@ class Channels:
             return (
                 f"protocol {hello.protocol} of the worker, {wire.PROTOCOL} of the controller: install the same Laminar"
             )
-        if hello.boot > self.boot:
-            return f"the worker has seen controller boot {hello.boot}, this one is {self.boot}"
         if hello.incarnation <= fenced:
             return f"this process was given up: {why}"
         if self._shares_sessions(hello) and hello.received > (known.session.sent if known else 0):

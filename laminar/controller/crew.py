@@ -48,7 +48,7 @@ class Crew:
         self._runtime, self._channels, self._joined, self._say = runtime, channels, joined, say
         rendezvous = {wire.RENDEZVOUS_VARIABLE: str(run.url)}
         survive_s = config.controller.heartbeat_timeout_s + config.controller.orphan_timeout_s
-        self.launcher = Launcher(run.logs, token, self._on_exit, rendezvous, survive_s)
+        self.launcher = Launcher(run.logs, token, self._on_exit, rendezvous, survive_s, channels.boot)
         self.processes: dict[str, Process] = {}
 
     # ---- start ---------------------------------------------------------------------------------------------
@@ -58,12 +58,13 @@ class Crew:
         processes = plan(self._config, self._hosts, url, self._resume, self._found, self._rendezvous_port())
         self._say(f"run {self._run.path}: {len(processes)} processes, controller at {url}")
         self.processes = {process.name: process for process in processes}
-        await self.launcher.start_all(self._adopt() if continues else processes)
+        self.launcher.url = url
+        await self.launcher.start_all(await self._adopt() if continues else processes)
 
-    def _adopt(self) -> list[Process]:
+    async def _adopt(self) -> list[Process]:
         """Take over the processes that live; those that have to be started, because they do not."""
+        alive = await self.launcher.adopt(list(self.processes.values()))
         state, to_start = self._runtime.core.state, []
-        alive = self.launcher.adopt()
         for name, process in self.processes.items():
             self._joined.update(outage.workers_of(state, name))
             what = "nothing" if name in alive else outage.what_to_do(state, name)
@@ -123,7 +124,13 @@ class Crew:
 
     def _on_exit(self, name: str, code: int | None, last_lines: str) -> None:
         workers = [c for c in self._channels.all() if c.worker == name or c.worker.startswith(f"{name}/")]
-        ending = _ending(code, self.processes.get(name))
+        process = self.processes.get(name)
+        if code == LOST and process is not None and self._is_heard(process):
+            self._say(
+                f"ssh to {process.address} finds {name} no more; it goes on as long as it is heard by its own channel"
+            )
+            return
+        ending = _ending(code, process)
         rank, last_lines = root_cause(last_lines)
         ending += f" because rank {rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
@@ -131,6 +138,10 @@ class Crew:
             self._lost(channel.worker, channel.incarnation, reason)
         if not workers:
             self._lost(WorkerId(name), 0, reason)
+
+    def _is_heard(self, process: Process) -> bool:
+        connected = {str(channel.worker) for channel in self._channels.all() if channel.socket is not None}
+        return bool(process.ssh) and _count(connected, process.name) >= process.num_workers
 
     def _lost(self, worker: WorkerId, incarnation: int, reason: str) -> None:
         self._runtime.post(events.WorkerLost(worker=worker, incarnation=incarnation, reason=reason))
@@ -152,5 +163,5 @@ def _ending(code: int | None, process: Process | None) -> str:
     if code is None:
         return "ended"
     if code == LOST and process is not None and process.ssh:
-        return f"lost the ssh connection to {process.address}"
+        return f"lost: ssh to {process.address} finds it no more"
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

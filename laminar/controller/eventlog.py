@@ -7,8 +7,8 @@ Invariants:
 * `durable` only grows; waiters of `when_durable(seq)` wake when it reaches their seq.
 * A full disk, or a locked database, is waited for: `on_stalled(reason)`, then `on_stalled(None)` when it has taken everything.
 * Any other failed write is final and never hidden: `failure` holds it, waiters get it, nothing later is called durable.
-* One controller per run: `run.lock` beside the database is held for the life of the process (flock, so it dies with it).
-
+* One controller per run: by `run.lock` (`laminar.controller.runlock`), and where the file system has only seemed to lock, by boot
+  numbers: a log whose run has a later boot writes no more (`Superseded`).
 * What workers are told that they may forget (`frames`) commits with the events made of it, or after them.
 
 Tables: `boots`, `events`, `snapshots`, `segments`, `frames`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`,
@@ -19,9 +19,7 @@ Any SQLite client reads them, also while the run goes on.
 import asyncio
 import contextlib
 import errno
-import fcntl
 import heapq
-import os
 import sqlite3
 import threading
 import zlib
@@ -30,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar import __version__
-from laminar.errors import StartError
+from laminar.controller.runlock import RunLock
+from laminar.errors import LaminarError, StartError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS boots (
@@ -70,6 +69,10 @@ Frame = tuple[str, int, int]
 SNAPSHOTS_KEPT = 2  # one that is torn must not be the only one
 RETRY_S = 1.0  # a full disk is looked at so often
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
+
+
+class Superseded(LaminarError):
+    """Another controller has taken the run over: this one may write nothing more, and stop nobody."""
 
 
 class EventLog:
@@ -114,7 +117,8 @@ class EventLog:
         """Called on the loop with the reason when nothing can be written, and with None when all that waited has been."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock_file = -1
+        self.run_lock = RunLock(path)
+        """Taken by `begin_boot`, if it is not held yet."""
 
     def begin_boot(
         self,
@@ -131,7 +135,8 @@ class EventLog:
         What steps after `resumed_step` left is taken back: they are done again, with other trajectories. Not so if this process
         `continues` with the state of the one before. `run_id` makes a new run's name, of the boot.
         """
-        self._take_lock(pid, host)
+        if not self.run_lock.is_held:
+            self.run_lock.take(pid, host)
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
                 _prepare(database)
@@ -148,39 +153,12 @@ class EventLog:
                     (self._boot, started, pid, host, resumed_step, self.run_id, __version__, first),
                 )
         except sqlite3.Error as error:
-            self._release_lock()
+            self.run_lock.release()
             raise StartError(
                 f"cannot use the run's database {self.path}: {error}; "
                 "free its disk or restore the file, or start a new run under another run.name"
             ) from error
         return self._boot
-
-    def _take_lock(self, pid: int, host: str) -> None:
-        path = self.path.with_suffix(".lock")
-        try:
-            self._lock_file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock_file, 256, 0).decode(errors="replace").strip() or "another process"
-            self._release_lock()
-            raise StartError(
-                f"the run {self.path.parent} is in use by the controller {holder}; stop that one, or choose another run.name"
-            ) from None
-        except OSError as error:
-            raise StartError(f"cannot lock the run with {path}: {error.strerror}") from error
-        if not _locks_work(path):
-            self._release_lock()
-            raise StartError(
-                f"the file system of {self.path.parent} has no working locks (flock), so two controllers could write one run; "
-                "choose a local one with run.dir"
-            )
-        os.ftruncate(self._lock_file, 0)
-        os.pwrite(self._lock_file, f"with pid {pid} on {host}\n".encode(), 0)
-
-    def _release_lock(self) -> None:
-        if self._lock_file >= 0:
-            os.close(self._lock_file)
-            self._lock_file = -1
 
     def start(self, on_durable: Callable[[int], None]) -> None:
         """Start the writer; `on_durable(seq)` is called on the loop after each commit."""
@@ -271,7 +249,7 @@ class EventLog:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self.failure = TimeoutError(f"the disk did not take the last events within {timeout_s:g} s")
-        self._release_lock()
+        self.run_lock.release()
 
     # ---- writer thread -------------------------------------------------------------------------------------
 
@@ -329,8 +307,17 @@ class EventLog:
             for statement, parameters in (*batch, *of_segments):
                 database.execute(statement, parameters)
             database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?)", rows)
+            self._check_boot(database)
         if batch:
             self._after_commit()
+
+    def _check_boot(self, database: sqlite3.Connection) -> None:
+        """Within a transaction that has begun to write. Raises Superseded."""
+        boot, pid, host = database.execute("SELECT boot, pid, host FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
+        if boot != self._boot:
+            raise Superseded(
+                f"the controller with pid {pid} on {host} has taken it over (boot {boot}, this one is {self._boot})"
+            )
 
     def _tell(self, function: Callable[..., None], argument: Any) -> None:
         assert self._loop is not None
@@ -357,18 +344,6 @@ class EventLog:
 def checksum(number: int, body: bytes) -> int:
     """CRC-32 of what belongs to a number."""
     return zlib.crc32(body, number & 0xFFFFFFFF)
-
-
-def _locks_work(path: Path) -> bool:
-    """Whether a file that is locked cannot be locked again."""
-    second = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(second)
-    return False
 
 
 def _may_clear(error: OSError | sqlite3.Error) -> bool:

@@ -10,16 +10,19 @@ import contextlib
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from laminar import processes
-from laminar.controller.plan import Process
+from laminar.controller.plan import SUPERVISOR, Process
 from laminar.controller.remote import RemoteProcess, let_go
 from laminar.errors import StartError
-from laminar.processes import LOG, NAME, TOKEN
+from laminar.processes import LOG, NAME, SUPERVISED, TOKEN
+from laminar.remote import Attach
 
 ASKED_S = 20.0  # a trainer rank needs a few seconds to leave its process group cleanly
 TERMINATED_S = 5.0
@@ -58,8 +61,8 @@ Child = asyncio.subprocess.Process | Adopted | RemoteProcess
 
 
 class Launcher:
-    """Owns the child processes. `environment`: of all of them. `survive_s`: how long one on another host may outlive its
-    connection.
+    """Owns the child processes. `environment`: of all of them. `survive_s`: how long one on another host may go on without a word
+    of a controller; `boot`: this one's number.
     """
 
     def __init__(
@@ -69,12 +72,16 @@ class Launcher:
         on_exit: Callable[[str, int | None, str], None],
         environment: dict[str, str] | None = None,
         survive_s: float = 60.0,
+        boot: int = 1,
     ) -> None:
+        self.url = ""
+        """Where the controller is, for processes on other hosts."""
         self._logs = logs
         self._token = token
         self._on_exit = on_exit
         self._environment = environment or {}
         self._survive_s = survive_s
+        self._boot = boot
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
@@ -130,7 +137,10 @@ class Launcher:
             await asyncio.wait([self._watchers[process.name]], timeout=TERMINATED_S)
             earlier.let_go()
             await self._watchers[process.name]
-        return await RemoteProcess.spawn(process, marks, log, self._survive_s)
+        return await RemoteProcess.spawn(process, marks, log, self._attach_to(process.name), self._survive_s)
+
+    def _attach_to(self, name: str) -> Attach:
+        return Attach(token=self._token, name=name, url=self.url, boot=self._boot)
 
     async def _await_start(self, child: RemoteProcess) -> None:
         try:
@@ -141,14 +151,38 @@ class Launcher:
             child.let_go()
             raise
 
-    def adopt(self) -> list[str]:
-        """Take over what lives of this run on this machine; the names of these processes."""
-        found = {process.pid: process for process in processes.marked({TOKEN: self._token})}
+    async def adopt(self, planned: list[Process]) -> list[str]:
+        """Take over what lives of these processes; those whose host does not answer count as alive. Their names."""
+        supervised = self._adopt_here()
+        there = [
+            process if process.ssh else _beside(process)
+            for process in planned
+            if process.ssh or process.name in supervised
+        ]
+        await asyncio.gather(*(self._adopt_there(process) for process in there))
+        return self.alive
+
+    def _adopt_here(self) -> set[str]:
+        """The names of those on this machine that have a supervisor: another host started them by ssh."""
+        found, supervised = {process.pid: process for process in processes.marked({TOKEN: self._token})}, set()
         for process in found.values():
             with contextlib.suppress(psutil.Error, OSError, KeyError):
-                if process.ppid() not in found:
-                    self._own(process.environ()[NAME], Adopted(process.pid))
-        return self.alive
+                environment = process.environ()
+                if SUPERVISED in environment:
+                    supervised.add(environment[NAME])
+                elif process.ppid() not in found:
+                    self._own(environment[NAME], Adopted(process.pid))
+        return supervised
+
+    async def _adopt_there(self, process: Process) -> None:
+        log = self.log_path(process.name)
+        child = RemoteProcess(process, log, self._attach_to(process.name), self._survive_s)
+        if not await child.find():
+            return
+        if self._stopping or process.name in self._children:  # it was started anew meanwhile
+            child.let_go()
+        else:
+            self._own(process.name, child)
 
     def _own(self, name: str, child: Child) -> None:
         self._children[name] = child
@@ -196,6 +230,11 @@ class Launcher:
         let_go(self._there())
         await self._wait(TERMINATED_S)
 
+    def leave(self) -> None:
+        """All of it is somebody else's now."""
+        self._stopping = True
+        let_go(self._there())
+
     def kill(self) -> None:
         """End everything at once."""
         self._stopping = True
@@ -232,6 +271,11 @@ class Launcher:
         """What runs on other hosts, of one process or of all."""
         children = [child for key, child in self._children.items() if name in (None, key)]
         return [child for child in children if isinstance(child, RemoteProcess) and child.returncode is None]
+
+
+def _beside(process: Process) -> Process:
+    """One whose supervisor is on this machine."""
+    return msgspec.structs.replace(process, ssh=[sys.executable, "-m", SUPERVISOR])
 
 
 def root_cause(last_lines: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from laminar import configfile
 from laminar.config import Config
 from laminar.errors import ConfigError, StartError
+from laminar.remote import Answer
 
 SHORT_CHARACTERS_MAX = 40  # of the data set's name in a run's name
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -59,6 +61,11 @@ class RunDirectory:
     def url(self) -> Path:
         """Holds where the controller is reached."""
         return self.path / "url"
+
+    @property
+    def found(self) -> Path:
+        """Holds what the check of other hosts found."""
+        return self.path / "found.json"
 
     @property
     def token(self) -> Path:
@@ -163,6 +170,23 @@ def write_url(run: RunDirectory, url: str) -> None:
         os.replace(run.path / "url.new", run.url)  # workers read it
     except OSError as error:
         raise StartError(f"cannot write {run.url}: {error.strerror}") from error
+
+
+def write_found(run: RunDirectory, found: Mapping[str, Answer]) -> None:
+    """What other hosts answered, by address, for a controller that takes over. Raises StartError if it cannot be written."""
+    try:
+        if found:
+            run.found.write_bytes(msgspec.json.encode(found))
+    except OSError as error:
+        raise StartError(f"cannot write {run.found}: {error.strerror}") from error
+
+
+def last_found(run: RunDirectory) -> dict[str, Answer]:
+    """What other hosts answered the controller before this one; empty if there are none, or nobody knows."""
+    try:
+        return msgspec.json.decode(run.found.read_bytes(), type=dict[str, Answer])
+    except (OSError, msgspec.MsgspecError):
+        return {}
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

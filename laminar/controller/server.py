@@ -135,6 +135,10 @@ class Server:
         hello = wire.decode_from_worker(_binary(frame)).message
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"the first frame is a {type(hello).__name__}, not a Hello")
+        if hello.boot > self._channels.boot:  # hung up on, not refused: it looks for that one elsewhere
+            raise ProtocolError(
+                f"{hello.worker} obeys a newer controller, of boot {hello.boot}; this is {self._channels.boot}"
+            )
         reason = self._channels.reason_to_refuse(hello)
         if reason:
             logger.warning("channel.refused", worker=hello.worker, reason=reason)

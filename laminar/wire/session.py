@@ -19,7 +19,12 @@ HOST_VARIABLE = "LAMINAR_HOST"
 
 
 RENDEZVOUS_VARIABLE = "LAMINAR_RENDEZVOUS"
-"""Environment variable with the path of a file that holds the controller's present URL."""
+"""Environment variable with the path of a file in the run's directory that holds the controller's present URL."""
+
+
+HOST_RENDEZVOUS_VARIABLE = "LAMINAR_HOST_RENDEZVOUS"
+"""The same of a file on the worker's own host, if it has a supervisor there, which is told by the controller. The worker touches
+it as long as it hears from its controller."""
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -211,11 +212,13 @@ class Link:
         raise Orphaned(f"no controller at {self.url} for {limit_s:g} s (last try: {why}); {self._worker} stops")
 
     def _rendezvous(self) -> str:
-        """Where the run's directory says that its controller is, which may have come back elsewhere; empty = it does not say."""
-        try:
-            return Path(os.environ.get(wire.RENDEZVOUS_VARIABLE, "")).read_text().strip().rstrip("/")
-        except (OSError, ValueError):
-            return ""
+        """Where the controller may have come back: by the run's directory and by our supervisor in turn; empty = neither says."""
+        urls = []
+        for variable in (wire.RENDEZVOUS_VARIABLE, wire.HOST_RENDEZVOUS_VARIABLE):
+            with contextlib.suppress(OSError, ValueError):
+                urls.append(Path(os.environ.get(variable, "")).read_text().strip().rstrip("/"))
+        urls = [url for url in urls if url]
+        return urls[self._attempt % len(urls)] if urls else ""
 
     def _backoff_s(self, deadline: float) -> float:
         delay_s: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
@@ -274,7 +277,7 @@ class Link:
                 f"{wire.PROTOCOL}; install the same version of Laminar on all hosts"
             )
         if answer.boot < self._boot:
-            raise LinkRefused(
+            raise ProtocolError(  # dialled again: the newer one may be elsewhere
                 f"the controller at {self.url} has boot number {answer.boot}, but {self._worker} has already obeyed "
                 f"boot {self._boot}; stop the older controller"
             )
@@ -361,9 +364,17 @@ class Link:
             connection.put(self._session.unreliable(wire.Heartbeat(lag_s=self._lag_s)))
             before = time.monotonic()
             await asyncio.sleep(timings.heartbeat_s)
+            if connection.heard_at > before:
+                _tell_supervisor()
             now = time.monotonic()
             self._lag_s = max(0.0, now - before - timings.heartbeat_s)
             if self._lag_s > timings.heartbeat_s or self._inbox.full():
                 continue
             if now - connection.heard_at > timings.heartbeat_timeout_s:
                 raise TimeoutError(f"nothing heard for {now - connection.heard_at:.1f} s")
+
+
+def _tell_supervisor() -> None:
+    """That we hear a controller, should it have lost its own connection to one."""
+    with contextlib.suppress(OSError):
+        os.utime(os.environ.get(wire.HOST_RENDEZVOUS_VARIABLE, ""))

@@ -5,7 +5,8 @@
 
 Needs root, iproute2, util-linux and openssh-server. The controller's machine has one replica, node1 the trainer, node2 another
 replica. Printed: the run's own lines, which processes ran where, whether the reward rose, and that nothing is left anywhere. Then,
-each in a run of its own: a replica that is killed, a machine whose cable is pulled, a controller that is killed.
+each in a run of its own: a replica that is killed, a machine whose cable is pulled for a while or for good, a controller that is
+killed and followed by one at another address, a controller that nobody follows.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from hosts_world import Machines, why_not  # noqa: E402
 
 HOSTS = "localhost rollout\nnode1 trainer\nnode2 rollout\n"
 LIMIT_S = 900.0
+SSH_GIVES_UP_S = 40.0  # ServerAliveInterval x ServerAliveCountMax, and some
+PATIENT = ("controller.heartbeat_timeout_s=90", "controller.orphan_timeout_s=90", "controller.heartbeat_s=1")
 FAULTS_OVERRIDES = ("controller.heartbeat_timeout_s=5", "controller.orphan_timeout_s=5", "controller.heartbeat_s=1")
 
 
@@ -35,9 +38,12 @@ def main() -> int:
         print(f"this machine cannot do it: {reason}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="laminar-runs-") as directory, Machines(2) as machines:
-        learns(machines, Path(directory), options.steps)
+        if options.only_faults is None:
+            learns(machines, Path(directory), options.steps)
+        words = options.only_faults or [""]
         for fault in () if options.no_faults else FAULTS:
-            fault(machines, Path(directory))
+            if any(word in fault.__name__ for word in words):
+                fault(machines, Path(directory))
     return 0
 
 
@@ -106,6 +112,61 @@ def cable_pulled(machines: Machines, directory: Path) -> None:
         machines.cable(2, "up")
 
 
+def cable_pulled_for_a_while(machines: Machines, directory: Path) -> None:
+    """Longer than ssh stands, shorter than workers are waited for: the same processes go on."""
+    with start(machines, directory, *SMALL, *PATIENT, "run.steps=5000") as run:
+        run.until_said(r"^step 2/")
+        before = pids(machines)
+        machines.cable(2, "down")
+        time.sleep(SSH_GIVES_UP_S)
+        machines.cable(2, "up")
+        began, num_steps = time.monotonic(), num_steps_of(run)
+        run.until(lambda: num_steps_of(run) > num_steps + 1, LIMIT_S)
+        same = "the same processes" if pids(machines) == before else "OTHER PROCESSES"
+        print(
+            f"node2's cable was out for {SSH_GIVES_UP_S:g} s; {same} trained on within {time.monotonic() - began:.1f} s"
+        )
+        stop(run)
+    machines.await_nothing_left()
+    assert same == "the same processes", run.output
+
+
+def controller_followed(machines: Machines, directory: Path) -> None:
+    """Cut off it is not replaced; dead it is, from another address."""
+    with start(machines, directory, *SMALL, *PATIENT, "run.steps=5000") as run:
+        run.until_said(r"^step 2/")
+        before = pids(machines)
+        machines.cable(0, "down")
+        with Run.resume(run.path, wrap=machines.wrap_at(2, "elsewhere")) as refused:
+            assert refused.wait() == 2, refused.output
+        print(f"the controller was cut off; another was refused: {refused.lines[-1]}")
+        run.kill_worker("laminar.controller")
+        run.wait()
+        began = time.monotonic()
+        with Run.resume(run.path, wrap=machines.wrap_at(2, "elsewhere")) as second:
+            second.until_said(r"^step ", LIMIT_S)
+            same = "the same processes" if pids(machines) == before else "OTHER PROCESSES"
+            took_s = time.monotonic() - began
+            print(
+                f"it was killed; one at {machines.address(2)} had {same} finish a step {took_s:.1f} s after its start"
+            )
+            stop(second)
+        assert same == "the same processes", second.output
+        machines.await_nothing_left()
+        machines.cable(0, "up")
+    machines.await_nothing_left()
+
+
+def num_steps_of(run: Run) -> int:
+    return sum(line.startswith("step ") for line in run.lines)
+
+
+def pids(machines: Machines) -> set[int]:
+    """Of the run's workers on node1 and node2."""
+    found = [process for number in (1, 2) for process in machines.processes(number)]
+    return {process.pid for process in found if "--name" in process.cmdline()}
+
+
 def controller_killed(machines: Machines, directory: Path) -> None:
     """Workers notice it, wait for `controller.orphan_timeout_s`, and end."""
     with start(machines, directory, *SMALL, *FAULTS_OVERRIDES, "run.steps=5000") as run:
@@ -127,13 +188,22 @@ def stop(run: Run) -> None:
     assert code == 0, run.output
 
 
-FAULTS: tuple[Callable[[Machines, Path], None], ...] = (replica_killed, cable_pulled, controller_killed)
+FAULTS: tuple[Callable[[Machines, Path], None], ...] = (
+    replica_killed,
+    cable_pulled_for_a_while,
+    cable_pulled,
+    controller_followed,
+    controller_killed,
+)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument(
+        "--only-faults", nargs="*", metavar="WORD", help="those whose name has one of the words (default: all)"
+    )
     return parser.parse_args()
 
 

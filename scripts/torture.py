@@ -2,6 +2,9 @@
 
 Each scenario starts real runs of a small task (one rank, one replica, 6–20 s each). WORDs choose the scenarios whose names
 contain one of them. Exit code 1 if any went wrong. The short ones are tests, too: tests/test_e2e_*.py.
+
+`--machines` lets `crash again and again` run with its trainer and its replica on two machines made of namespaces and reached by
+ssh, its controllers by turns at two addresses (needs root, iproute2, util-linux and openssh-server).
 """
 
 import argparse
@@ -20,10 +23,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from e2e import SMALL, Run, hosts_file, ledger_is_closed
+from hosts_world import Machines, why_not
 
 LONG = "run.steps=2000"
 STEPS_MAX = 12  # moments are counted in steps, because the seconds that a start takes depend on the machine
 STOP_S = 30.0
+STEP_S = 10.0  # of a small task on a busy machine
 SAMPLER = """
 class Sampler:
     def select(self, view, num_groups):
@@ -38,13 +43,26 @@ class Sampler:
 class Place:
     """Where a scenario works."""
 
-    def __init__(self, directory: Path, source: random.Random) -> None:
-        self.directory, self.source = directory, source
+    def __init__(self, directory: Path, source: random.Random, machines: Machines | None = None) -> None:
+        self.directory, self.source, self.machines = directory, source, machines
         self.hosts = hosts_file(directory)
 
     def start(self, *overrides: str, options: tuple[str, ...] = ()) -> Run:
         """A run of the small task."""
         return Run.start(self.directory, self.hosts, *SMALL, *overrides, options=options)
+
+    def start_there(self, *overrides: str) -> Run:
+        """The same on other machines, if there are some."""
+        if self.machines is None:
+            return self.start(*overrides)
+        self.hosts.write_text("node1 trainer\nnode2 rollout\n")
+        there = (f"controller.ssh={self.machines.client}", *overrides)
+        return Run.start(self.directory, self.hosts, *SMALL, *there, wrap=self.machines.wrap)
+
+    def resume(self, run: Run, number: int) -> Run:
+        """Take over for the `number`-th time, by turns from another address if there are other machines."""
+        wrap = self.machines.wrap_at(2 * (number % 2), f"controller{number}") if self.machines else ()
+        return Run.resume(run.path, wrap=wrap)
 
 
 def check_resumed(run: Run, more: int = 3) -> str:
@@ -146,20 +164,22 @@ def crash_again_and_again(place: Place, num_moments: int) -> str:
     room = ("task.size=20000", f"run.steps={steps}", "controller.orphan_timeout_s=60", "trainer.checkpoint_every=5")
     delays_s, recoveries_s = [], []
     with contextlib.ExitStack() as stack:
-        first = run = stack.enter_context(place.start(*room))
+        first = run = stack.enter_context(place.start_there(*room))
         run.until_said(r"^step 1/")
-        for _ in range(num_moments):
+        for number in range(1, num_moments + 1):
             delays_s.append(place.source.uniform(0.0, 1.5))
             time.sleep(delays_s[-1])
             if run.process.poll() is not None:
                 break
-            run.signal(signal.SIGKILL)
+            run.kill_worker("laminar.controller")
             run.wait()
             began = time.monotonic()
-            run = stack.enter_context(Run.resume(first.path))
+            run = stack.enter_context(place.resume(first, number))
             run.until_said(r"^goes on after a controller that died")
             recoveries_s.append(time.monotonic() - began)
-        assert run.wait() == 0, run.output
+        assert run.wait(steps * STEP_S) == 0, run.output
+        if place.machines is not None:
+            place.machines.await_nothing_left()
         assert not first.marked(), "workers live on"
     assert ledger_is_closed(run.output), run.output
     counts = run.query(
@@ -240,7 +260,16 @@ def main() -> int:
         "--moments", type=int, default=10, help="interrupts, and crashes, at random moments (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--machines", action="store_true", help="see above")
     options = parser.parse_args()
+    if options.machines and (reason := why_not()):
+        parser.error(f"this machine cannot do it: {reason}")
+    with Machines(2) if options.machines else contextlib.nullcontext() as machines:
+        return run_all(options, machines)
+
+
+def run_all(options: argparse.Namespace, machines: Machines | None) -> int:
+    """The exit code."""
     source, num_bad = random.Random(options.seed), 0
     for name, act in scenarios(options.moments, source):
         if options.words and not any(word in name for word in options.words):
@@ -248,7 +277,7 @@ def main() -> int:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="laminar-torture-") as directory:
             try:
-                verdict, said = "ok", act(Place(Path(directory), source))
+                verdict, said = "ok", act(Place(Path(directory), source, machines))
             except AssertionError as error:
                 verdict, said = "BAD", str(error)
         num_bad += verdict == "BAD"

@@ -182,6 +182,7 @@ async def test_a_controller_whose_run_another_has_taken_ends_and_leaves_everythi
     assert len(left) == 3, "relay, trainer, rollout"
     for process in left:
         process.kill()
+    await asyncio.gather(*application._crew.launcher._watchers.values())
 
 
 async def test_a_bug_of_the_controller_ends_the_run_with_its_name_and_a_dump(

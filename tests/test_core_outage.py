@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar.core import actions, events
+from laminar.core import actions, events, outage
 from laminar.core.engine import Core
 from laminar.ids import WorkerId
 from tests.core_world import Driver, World, of, settings
@@ -91,3 +91,26 @@ def test_a_run_whose_controller_dies_again_and_again_ends_with_a_closed_ledger(n
         check_end(world)
         num_crashes += world.core.state.boot - 1
     assert num_crashes > 5
+
+
+def test_a_controller_that_stood_still_gives_nobody_up_for_what_it_did_not_hear():
+    driver = running(step_timeout_s=100.0, progress_timeout_s=10.0)
+    driver.fill("r0", "r1")
+    driver.join("r2")
+    driver.send(events.WorkerDisconnected(worker=WorkerId("r1"), incarnation=1))
+    left_s = driver.core.next_deadline() - driver.at
+    assert not driver.send(events.ControllerPaused(away_s=5000.0), after=5000.0)
+    assert not of(driver.send(events.TimerFired()), actions.StopWorker)
+    assert driver.core.next_deadline() - driver.at == pytest.approx(left_s, abs=10.0)
+    assert driver.core.state.silent["r1"] - driver.at == pytest.approx(driver.core.settings.reconnect_grace_s)
+    assert driver.core.state.trainer.running
+
+
+def test_a_new_process_has_a_higher_incarnation_than_all_that_were_there_whatever_the_clock_says():
+    driver = running(restarts_max=1)
+    driver.join("r0", incarnation=1_700_000_000_000)
+    assert outage.next_incarnation(driver.core.state, "r0") == 1_700_000_000_001
+    driver.lost("r0")
+    assert outage.next_incarnation(driver.core.state, "r0") == 1_700_000_000_001
+    assert outage.next_incarnation(driver.core.state, "trainer-0") == 2
+    assert outage.next_incarnation(driver.core.state, "r9") == 1

@@ -65,6 +65,14 @@ async def test_a_worker_says_hello_and_learns_the_configuration(end: ControllerE
     assert end.messages == [wire.Goodbye()]
 
 
+async def test_a_worker_that_is_started_again_is_newer_than_its_predecessor_though_the_clock_was_set_back(
+    end: ControllerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.INCARNATION_VARIABLE, "9_000_000_000_000")
+    async with linked(end):
+        assert end.hellos[0].incarnation == 9_000_000_000_000
+
+
 async def test_a_wrong_token_is_refused_at_once(end: ControllerEnd) -> None:
     with pytest.raises(LinkRefused, match="LAMINAR_TOKEN"):
         await make_link(end, token="wrong").connect()

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar.controller import runtime as runtime_module
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
 from laminar.core import actions, events
@@ -349,3 +350,31 @@ async def test_the_real_core_runs_behind_it(make) -> None:
     assert "RunEvaluation" in world.done
     world.runtime.post(events.StopRequested(reason="enough"))
     assert (await world.finished()).reason == "enough"
+
+
+# ---- clocks ------------------------------------------------------------------------------------------------
+
+
+async def test_the_first_event_after_the_loop_stood_still_says_for_how_long(make, monkeypatch) -> None:
+    monkeypatch.setattr(runtime_module, "AWAY_S", 0.3)
+    world = make({"x": lambda seq: []})
+    world.start()
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251 - that is the point
+    world.runtime.post(say("x"))
+    first, second = world.runtime.core.handled[:2]
+    assert isinstance(first, events.ControllerPaused)
+    assert first.away_s >= 0.5
+    assert isinstance(second, events.FailureReported)
+
+
+async def test_run_time_goes_on_after_the_last_event_of_the_controller_before_though_the_clock_was_set_back(
+    tmp_path: Path,
+) -> None:
+    log = EventLog(tmp_path / "run.db", 0.001)
+    log.begin_boot(1.0, 1, "here", 0)
+    tomorrow = time.time() + 86_400.0
+    runtime = Runtime(ScriptedCore({}), log, tmp_path, not_before=tomorrow)
+    assert tomorrow <= runtime.now() <= tomorrow + 60.0
+    assert Runtime(ScriptedCore({}), log, tmp_path, not_before=1.0).now() < tomorrow
+    log.close()

@@ -133,7 +133,7 @@ class Application:
         )
         past = Past(run.tokens)
         self._tokens = TokenStore(run.tokens, self._boot)
-        self._runtime = Runtime(core, self._log, run.logs)
+        self._runtime = Runtime(core, self._log, run.logs, self._history.died_at if self._history else 0.0)
         token = last_token(run) if continues else write_token(run)
         self._channels = Channels(self._boot, self._log.continues if continues else 0)
         self._server = Server(

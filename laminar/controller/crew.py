@@ -10,6 +10,8 @@ import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from laminar import wire
 from laminar.config import Config
 from laminar.controller.channels import Channels
@@ -70,7 +72,7 @@ class Crew:
             what = "nothing" if name in alive else outage.what_to_do(state, name)
             others_live = process.role == "trainer" and any(self.processes[n].role == "trainer" for n in alive)
             if what == "start" and not others_live:
-                to_start.append(process)
+                to_start.append(self._anew(process))
             elif what != "nothing":  # a node of a trainer whose others run cannot be started alone
                 for worker, incarnation in (outage.workers_of(state, name) or {WorkerId(name): 0}).items():
                     self._lost(worker, incarnation, "its process ended while no controller watched it")
@@ -95,7 +97,7 @@ class Crew:
             if process.role == "trainer":
                 await self._start_trainer_again()
             else:
-                await self.launcher.start(process)
+                await self.launcher.start(self._anew(process))
             self._say(f"{worker} is started again")
         except StartError as error:
             self._lost(worker, 0, str(error))
@@ -109,7 +111,13 @@ class Crew:
         for process in trainers:
             self.launcher.give_up(process.name)
         for process in trainers:
-            await self.launcher.start(going_on_from(process, checkpoint, port))
+            await self.launcher.start(self._anew(going_on_from(process, checkpoint, port)))
+
+    def _anew(self, process: Process) -> Process:
+        """The same, told that it is not the first of its name."""
+        lowest = outage.next_incarnation(self._runtime.core.state, process.name)
+        environment = {**process.environment, wire.INCARNATION_VARIABLE: str(lowest)}
+        return msgspec.structs.replace(process, environment=environment)
 
     # ---- how they fare -------------------------------------------------------------------------------------
 

@@ -26,12 +26,14 @@ from laminar.core.engine import Core
 logger = structlog.get_logger(__name__)
 
 LAG_INTERVAL_S = 0.1  # often enough to see a loop that blocks for the length of a flush
+AWAY_S = 5.0  # a loop that was later than this did not hear what others said; below all time limits that people set
 
 
 class Runtime:
     """Owns the core. `perform(action)` and `observe(event)` are given by the application."""
 
-    def __init__(self, core: Core, log: EventLog, dump_directory: Path) -> None:
+    def __init__(self, core: Core, log: EventLog, dump_directory: Path, not_before: float = 0.0) -> None:
+        """`not_before`: run time of the last event of the controller before this one; the clock may have been set back since."""
         self.core = core
         self.finished: asyncio.Future[actions.FinishRun] = asyncio.get_running_loop().create_future()
         self.lag_s_max = 0.0
@@ -49,7 +51,9 @@ class Runtime:
         self._waiting: deque[actions.AnyAction] = deque()
         self._releasing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wall = time.time() - time.monotonic()
+        self._wall = max(time.time(), not_before) - time.monotonic()
+        self._ticked = 0.0
+        """When the loop came by last, by the monotonic clock; 0 = it is not measured yet."""
 
     def now(self) -> float:
         """Seconds since the epoch, by a clock that never jumps during a run."""
@@ -84,6 +88,7 @@ class Runtime:
 
     def post(self, event: events.AnyEvent, frame: Frame | None = None) -> int:
         """Take an event, and note the frame that it came in; the seq it got, or will get if called from an effect."""
+        self._note_pause()
         self._inbox.append((event, frame))
         seq = self.core.state.seq + len(self._inbox)
         if not self._draining:
@@ -194,8 +199,18 @@ class Runtime:
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
+            self._ticked = time.monotonic()
             await asyncio.sleep(LAG_INTERVAL_S)
             self.lag_s_max = max(self.lag_s_max, loop.time() - before - LAG_INTERVAL_S)
+            self._note_pause()
+
+    def _note_pause(self) -> None:
+        """If the loop comes by after a pause, the core hears of it before anything else: nobody's time is over because of it."""
+        now = time.monotonic()
+        away_s = now - self._ticked
+        if self._ticked and away_s > AWAY_S:
+            self._ticked = now
+            self.post(events.ControllerPaused(away_s=away_s))
 
     def take_lag(self) -> float:
         """The longest lag since the last call, seconds."""

@@ -332,6 +332,7 @@ _KINDS: dict[str, tuple[type[AnyDecision], ...]] = {
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.RunStarted: _on_started,
     events.ControllerRestarted: outage.on_restarted,
+    events.ControllerPaused: outage.on_paused,
     events.TimerFired: _on_timer,
     events.StopRequested: _on_stop,
     events.FailureReported: _on_failure,

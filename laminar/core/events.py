@@ -29,6 +29,12 @@ class ControllerRestarted(Event, frozen=True, kw_only=True):
     """Since the last event of the one before."""
 
 
+class ControllerPaused(Event, frozen=True, kw_only=True):
+    """The controller stood still (it was stopped, or starved, or its event loop was blocked) and now hears what others said."""
+
+    away_s: float
+
+
 class TimerFired(Event, frozen=True, kw_only=True):
     """`next_deadline()` has come."""
 
@@ -339,7 +345,8 @@ class DecisionResolved(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | ControllerRestarted | TimerFired | StopRequested | FailureReported | StorageFailed | StorageRecovered
+    RunStarted | ControllerRestarted | ControllerPaused | TimerFired
+    | StopRequested | FailureReported | StorageFailed | StorageRecovered
     | ReplicaJoined | WorkerDisconnected | WorkerReturned | WorkerLost
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed

@@ -1,4 +1,4 @@
-"""The controller was away and goes on with what its log says.
+"""The controller was away: it goes on with what its log says, or it stood still for a while.
 
 Workers went on meanwhile; what they had to say comes with their channels, or they count as lost after `reconnect_grace_s`. Time
 limits on what others do stand still while nobody listened.
@@ -7,7 +7,7 @@ limits on what others do stand still while nobody listened.
 from typing import Literal
 
 from laminar.core import story
-from laminar.core.events import ControllerRestarted
+from laminar.core.events import ControllerPaused, ControllerRestarted
 from laminar.core.records import State
 from laminar.core.training import launch_of, process_of
 from laminar.core.turn import Turn
@@ -25,6 +25,20 @@ def on_restarted(turn: Turn, event: ControllerRestarted) -> None:
     state.review_due = True
     turn.tell(f"the controller was away for {event.away_s:.1f} s", *(story.worker(w) for w in state.silent))
     turn.look_again()
+
+
+def on_paused(turn: Turn, event: ControllerPaused) -> None:
+    """What others said meanwhile is still to be heard: no limit is over before it is."""
+    state = turn.state
+    _shift(state, event.away_s)
+    state.silent = {worker: _later(at, event.away_s) for worker, at in state.silent.items()}
+    turn.tell(f"the controller stood still for {event.away_s:.1f} s")
+
+
+def next_incarnation(state: State, process: str) -> int:
+    """The lowest that a new process of this name may have: a clock that was set back must not make it look like an old one."""
+    known = [number for worker, number in state.fenced.items() if process_of(worker) == process]
+    return max([0, *known, *workers_of(state, process).values()]) + 1
 
 
 def what_to_do(state: State, process: str) -> Literal["lost", "start", "nothing"]:
@@ -63,10 +77,10 @@ def _shift(state: State, seconds: float) -> None:
         restart.due_at = _later(restart.due_at, seconds)
         restart.start_by = _later(restart.start_by, seconds)
     for evaluation in state.evaluations:
-        evaluation.since = _later(evaluation.since, seconds)
-    state.trainer.running_since = _later(state.trainer.running_since, seconds)
-    state.trainer.saving_since = _later(state.trainer.saving_since, seconds)
-    state.stall.since = _later(state.stall.since, seconds)
+        evaluation.since += seconds
+    state.trainer.running_since += seconds
+    state.trainer.saving_since += seconds
+    state.stall.since += seconds
     state.repack.next_at = _later(state.repack.next_at, seconds)
     state.stop_by = _later(state.stop_by, seconds)
 

@@ -225,7 +225,7 @@ def check(turn: Turn) -> None:
         trainer = turn.state.trainer
         what = f"train step {trainer.running}" if trainer.running else f"the checkpoint of step {trainer.saving}"
         limit = f"trainer.step_timeout_s = {turn.settings.step_timeout_s:g}"
-        _abandon(turn, f"{what} did not end within {limit}; what the ranks were at is in logs/")
+        _abandon(turn, f"{what} did not end within {limit}")
 
 
 def deadline(state: State, timeout_s: float) -> float:

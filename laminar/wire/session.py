@@ -18,6 +18,10 @@ HOST_VARIABLE = "LAMINAR_HOST"
 """Environment variable with a worker's host as the hosts file names it, set in runs on several; else the machine's own name."""
 
 
+INCARNATION_VARIABLE = "LAMINAR_INCARNATION"
+"""Environment variable with the lowest incarnation that a worker may have, given to one that is started again."""
+
+
 RENDEZVOUS_VARIABLE = "LAMINAR_RENDEZVOUS"
 """Environment variable with the path of a file in the run's directory that holds the controller's present URL."""
 

@@ -79,7 +79,7 @@ class Link:
         self._token = os.environ.get("LAMINAR_TOKEN", "") if token is None else token
         self._orphan_timeout_s = orphan_timeout_s
         self._timings = ControllerConfig()
-        self._incarnation = int(time.time() * 1000)
+        self._incarnation = max(int(time.time() * 1000), int(os.environ.get(wire.INCARNATION_VARIABLE, "0")))
         self._boot = 0
         self._session = Session(wire.WorkerEnvelope)
         self._inbox: asyncio.Queue[wire.Message | None] = asyncio.Queue(INBOX_MESSAGES_MAX)

@@ -283,10 +283,22 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     stall_after_s: float = 300.0
     """A run in which for so long no token comes, no step ends and no version is published, although there is something to do,
     raises an alarm and writes down who waits for what; 0 = never. Longer than the first step, which may compile; docs/stalls.md."""
-    log_commit_s: float = 0.05
-    """Group commit: events reach the disk at most this much later."""
     console: Literal["auto", "live", "plain"] = "auto"
     """Progress display: live on a terminal, one plain line per step otherwise."""
+
+
+class LogConfig(Section, frozen=True, kw_only=True):
+    """[log]: what is kept of a run beside its checkpoints; docs/recovery.md."""
+
+    commit_s: float = 0.05
+    """Group commit: events wait at most this long for others before they are written (`log/commit_lag_s/max` says how long they
+    really took); not while somebody waits for them."""
+    max_mib: int = 4096
+    """What `run.db` may hold. Above it the oldest events leave, in whole train steps: never those that a take-over needs, and no
+    records. 0 = everything stays. 256 replicas that report four times a second write some 4 MiB/s, a small run 0.1."""
+    archive: Literal["none", "parquet"] = "none"
+    """What becomes of the tokens and log-probs of trajectories that a checkpoint has committed: forgotten, or a row each in
+    `archive/*.parquet`, some 4 to 9 bytes a token; nothing bounds or prunes that."""
 
 
 class Config(Section, frozen=True, kw_only=True):
@@ -302,6 +314,7 @@ class Config(Section, frozen=True, kw_only=True):
     trainer: TrainerConfig = TrainerConfig()
     relay: RelayConfig = RelayConfig()
     controller: ControllerConfig = ControllerConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def local_batch_groups(self) -> int:

@@ -69,11 +69,12 @@ _LEAST: dict[str, int] = {
     "controller.stall_after_s": 0,
     "trainer.micro_batch_tokens": 1,
     "relay.rate_limit_mbit": 0,
+    "log.max_mib": 0,
 }
 """Smallest value that means something."""
 _POSITIVE = (
     "task.reward_timeout_s", "task.agent_timeout_s", "task.eval_timeout_s", "buffer.sampler_budget_ms", "controller.heartbeat_s",
-    "controller.orphan_timeout_s", "controller.start_timeout_s", "controller.log_commit_s",
+    "controller.orphan_timeout_s", "controller.start_timeout_s", "log.commit_s",
 )  # fmt: skip
 """Time limits: at 0 whatever they limit would be given up before it began."""
 

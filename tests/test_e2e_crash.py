@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from e2e import SMALL, Run, hosts_file, ledger_is_closed
 from e2e_replay import events_of
+from pyarrow import parquet
 
 from laminar.core import events
 
@@ -30,8 +31,19 @@ def check_steps(run: Run) -> None:
     assert run.query(twice) == []
 
 
+def check_archive(run: Run) -> None:
+    """It has each trained trajectory once, with the tokens that were counted, and nothing else is left of them."""
+    table = parquet.ParquetDataset(run.path / "archive").read(["trajectory_id", "step", "response_tokens", "sources"])
+    rows = sorted(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
+    query = "SELECT id, step, num_tokens FROM trajectories WHERE trained_at IS NOT NULL ORDER BY id"
+    assert [(number, step, len(tokens)) for number, step, tokens, _ in rows] == run.query(query)
+    assert all(len(tokens) == len(sources) for _, _, tokens, sources in rows)
+    assert list((run.path / "tokens").iterdir()) == []
+
+
 def test_a_run_whose_controller_is_killed_twice_goes_on_with_its_workers(tmp_path: Path) -> None:
-    with Run.start(tmp_path, hosts_file(tmp_path, ranks=2, replicas=2), *OVERRIDES) as first:
+    overrides = (*OVERRIDES, "trainer.checkpoint_every=4", "log.archive=parquet")
+    with Run.start(tmp_path, hosts_file(tmp_path, ranks=2, replicas=2), *overrides) as first:
         first.until_said(r"^step 5/")
         workers = {process.pid for process in first.marked()} - {first.process.pid}
         killed(first)
@@ -46,6 +58,7 @@ def test_a_run_whose_controller_is_killed_twice_goes_on_with_its_workers(tmp_pat
         assert ledger_is_closed(third.output), third.output
         assert first.num_dropped().keys() <= {"run_complete"}, third.output
         check_steps(first)
+        check_archive(first)
         kinds = [type(event) for event in events_of(first)]
         assert (kinds.count(events.RunStarted), kinds.count(events.ControllerRestarted)) == (1, 2)
         assert kinds.count(events.ReplicaJoined) == 2, "no replica had to join again"

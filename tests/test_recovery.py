@@ -1,6 +1,7 @@
 """A controller that reads the log of one that died arrives at its state, and has said the same to every worker."""
 
 import asyncio
+import contextlib
 import shutil
 import sqlite3
 from array import array
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from laminar import wire
-from laminar.controller import eventlog, recovery
+from laminar.controller import recovery, schema, upkeep
 from laminar.controller.channels import Channels
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
@@ -26,6 +27,7 @@ from tests.test_tokens import report
 pytestmark = pytest.mark.timeout(60)
 
 JOINS = tuple(recovery.ROLES)
+COMMIT_EVERY = 5  # events
 RICH = {
     "checkpoint_every": 2,
     "steps": 5,
@@ -103,6 +105,8 @@ class Recorded(World):
         self.new: list[actions.AnyAction] = []
         self.heard: dict[str, tuple[int, int]] = {}
         self.wanted, self.pictures = pictures, dict[int, Picture]()
+        self.database: sqlite3.Connection | None = None
+        """To which the log is committed here and now."""
 
     def send(self, event: events.AnyEvent, after: float = 0.0) -> list[actions.AnyAction]:
         self.at += after
@@ -114,7 +118,13 @@ class Recorded(World):
             self._take_tokens(event)
         self.shell.runtime.post(event, self._frame(event))
         self.actions += self.new
+        if self.seq % COMMIT_EVERY == 0:
+            self.commit()
         return self.new
+
+    def commit(self) -> None:
+        if self.database is not None:
+            self.shell.log._commit(self.database)
 
     def _greet(self, event: Any) -> None:
         hello = wire.Hello(
@@ -193,24 +203,34 @@ def recovered(directory: Path) -> Shell:
     return shell
 
 
-async def record(directory: Path, seed: int, killed: Path | None = None) -> Recorded:
-    """A whole run. `killed`: gets a copy of what the directory has while the log is still open."""
+async def record(directory: Path, seed: int) -> Recorded:
     world = Recorded(directory, seed, set(range(3, 4000, 7)))
     world.shell.log.start(lambda seq: None)
     world.run()
     await asyncio.wait_for(world.shell.log.when_durable(world.seq), 30)
     await world.shell.runtime.close()
-    if killed is not None:
-        shutil.copytree(directory, killed)
     world.shell.close()
     return world
+
+
+async def record_killed(directory: Path, seed: int, killed: Path) -> None:
+    """`killed`: gets what the directory has of a whole run while its log is still open. Every COMMIT_EVERY events make a commit."""
+    world = Recorded(directory, seed, set())
+    with contextlib.closing(sqlite3.connect(directory / "run.db")) as database:
+        schema.prepare(database)
+        world.database = database
+        world.run()
+        world.commit()
+        shutil.copytree(directory, killed)
+    await world.shell.runtime.close()
+    world.shell.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_at_any_moment_the_log_gives_the_state_what_was_said_and_the_tokens(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eventlog, "SNAPSHOTS_KEPT", 1000)  # for all the cuts
+    monkeypatch.setattr(upkeep, "SNAPSHOTS_KEPT", 1000)  # for all the cuts
     world = await record(tmp_path / "run", seed)
     assert len(world.pictures) > 10
     assert max(len(p.tokens) for p in world.pictures.values()) > 3

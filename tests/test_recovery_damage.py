@@ -13,11 +13,11 @@ from laminar.controller.segments import Past
 from laminar.core.engine import Core
 from laminar.errors import StartError
 from tests.core_world import settings
-from tests.test_recovery import RICH, record, recovered
+from tests.test_recovery import RICH, record_killed, recovered
 
 pytestmark = pytest.mark.timeout(120)
 
-CUTS = 30
+CUTS = 15
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def run(directory: Path, tmp_path: Path) -> Path:
     """A copy of what a killed controller left: database, write-ahead log, segments. Recorded once."""
     if not (directory / "killed").exists():
-        await record(directory / "run", 1, directory / "killed")
+        await record_killed(directory / "run", 1, directory / "killed")
     return Path(shutil.copytree(directory / "killed", tmp_path / "killed"))
 
 

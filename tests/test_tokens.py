@@ -10,7 +10,7 @@ import pytest
 from laminar import wire
 from laminar.controller import tokens
 from laminar.controller import tokens as tokens_module
-from laminar.controller.eventlog import Statement
+from laminar.controller.schema import Statement
 from laminar.controller.segments import Entry, read_segment
 from laminar.controller.tokens import TokenStore
 from laminar.errors import ProtocolError

@@ -172,11 +172,14 @@ def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> in
 def _start(
     config: Config, machines: list[hosts.Host], hosts_text: str, run: rundir.RunDirectory | None, continues: bool
 ) -> int:
+    from laminar.controller import archive
     from laminar.controller.app import Application
     from laminar.controller.preflight import check_hosts
     from laminar.tasks import datasets
 
     plan(config, machines, "", None)
+    if config.log.archive == "parquet":
+        archive.require()
     sampler = None if config.buffer.sampler == "fifo" else samplers.load(config.buffer.sampler, "buffer.sampler")
     prompts = datasets.load(config.task)
     resume = run.last_checkpoint() if run else None

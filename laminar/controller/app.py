@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ import structlog
 from laminar import wire
 from laminar.config import Config
 from laminar.controller import recovery
+from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
 from laminar.controller.crew import Crew
@@ -39,6 +41,7 @@ from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
+from laminar.controller.upkeep import MIB, Alarm
 from laminar.controller.whystalled import WhyStalled
 from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
@@ -53,6 +56,7 @@ from laminar.workers.relay import paths
 logger = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25  # of the live panel
+LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
@@ -82,6 +86,8 @@ class Application:
         self._history: recovery.History | None = None
         self._began = time.monotonic()
         self._interrupts = 0
+        self._stalled: dict[str, str] = {}
+        """What waits for the disk (the log, the archive), and why."""
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -121,8 +127,13 @@ class Application:
 
     def _open(self) -> Core:
         config, run, continues = self._config, self._run, self._continues
-        commit_s = config.controller.log_commit_s
-        self._log = EventLog(run.database, commit_s, lambda: self._tokens.sync(), lambda: self._tokens.committed())
+        self._log = EventLog(
+            run.database,
+            config.log.commit_s,
+            lambda: self._tokens.sync(),
+            lambda: self._tokens.committed(),
+            bytes_max=config.log.max_mib * MIB,
+        )
         self._log.run_lock.take(os.getpid(), socket.gethostname())
         if continues:
             self._history = recovery.read(run.database)
@@ -144,6 +155,10 @@ class Application:
             heartbeat_s=config.controller.heartbeat_s,
             timeout_s=config.controller.heartbeat_timeout_s,
         )
+        self._archive = None
+        if config.log.archive == "parquet":
+            stalled = partial(self._on_stalled, "archive")
+            self._archive = Archive(run.archive, run.database, self._tokens, stalled)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(
@@ -159,6 +174,7 @@ class Application:
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
             stalled=lambda: self._runtime.own(self._why.write(), "why-stalled"),
+            archive=self._archive.add if self._archive is not None else None,
         )
         self._loop_watch = LoopWatch(run.logs, self._on_blocked)
         self._why = WhyStalled(run.path, self._runtime, self._channels, self._log, run.logs)
@@ -180,10 +196,20 @@ class Application:
             past.check(self._history.segments)
             recovery.replay(self._history, core, self._channels, self._effects, past)
             self._log.durable = core.state.seq
-        self._tokens.adopt(past, core.state.trajectories.values())
+        self._adopt(past, core)
         if self._history is not None:
             self._tell_what_was_cut(past, self._history)
         return core
+
+    def _adopt(self, past: Past, core: Core) -> None:
+        """Hold the tokens of earlier boots that are still needed; what was committed and not archived goes to the archive."""
+        committed = core.state.trainer.checkpoint
+        trained = self._archive.unfinished(committed, past) if self._archive is not None else []
+        held = self._tokens.adopt(past, core.state.trajectories.values(), trained)
+        if self._archive is not None:
+            self._archive.add_all(trained, held)
+        if lost := len(trained) - len(held):
+            self._display.say(f"{lost} trained trajectories are not in the archive: the token segments lack theirs")
 
     def _tell_what_was_cut(self, past: Past, history: recovery.History) -> None:
         cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages]
@@ -203,7 +229,8 @@ class Application:
         self._runtime.observe = self._observe
         self._runtime.settled = self._keep
         self._channels.hurry = self._log.hurry
-        self._log.on_stalled = self._on_stalled
+        self._log.on_stalled = partial(self._on_stalled, "log")
+        self._log.on_alarm = self._on_alarm
         self._server.on_message = self._intake.on_message
         self._server.on_broken = lambda c: self._post(
             events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
@@ -304,10 +331,18 @@ class Application:
             body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
             self._log.snapshot(event.seq, body)
 
-    def _on_stalled(self, reason: str | None) -> None:
-        if reason is None:
+    def _on_stalled(self, source: str, reason: str | None) -> None:
+        if reason is not None:
+            self._stalled[source] = reason
+            self._post(events.StorageFailed(reason=reason))
+            return
+        self._stalled.pop(source, None)
+        if not self._stalled:
             self._display.say("the disk takes everything again")
-        self._post(events.StorageRecovered() if reason is None else events.StorageFailed(reason=reason))
+            self._post(events.StorageRecovered())
+
+    def _on_alarm(self, alarm: Alarm) -> None:
+        self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=alarm.name, text=alarm.text))
 
     def _on_blocked(self, seconds: float) -> None:
         text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop_watch.path} says in what"
@@ -330,7 +365,8 @@ class Application:
 
     def _status(self) -> dict[str, object]:
         metrics = self._telemetry.history[-1] if self._telemetry.history else {}
-        return {"run": str(self._run.path), **status_of(self._runtime.core), "metrics": metrics}
+        files = {f"{name}_mib": round(size / MIB, 3) for name, size in self._log.upkeep.sizes._asdict().items()}
+        return {"run": str(self._run.path), **status_of(self._runtime.core), "files": files, "metrics": metrics}
 
     # ---- end -----------------------------------------------------------------------------------------------
 
@@ -338,6 +374,8 @@ class Application:
         is_ours = not isinstance(self._log.failure, Superseded)
         if is_ours:
             await self._stop_workers()
+            await self._runtime.let_through(LAST_ACTIONS_S)
+            await self._finish_archive()
         else:
             self._crew.launcher.leave()
         await self._runtime.close()
@@ -351,6 +389,11 @@ class Application:
             with contextlib.suppress(OSError):  # a full disk; the log has the error already
                 part.close()
         self._display.close()
+
+    async def _finish_archive(self) -> None:
+        if self._archive is not None and (left := await self._archive.close()):
+            steps = ", ".join(str(step) for step in left)
+            self._display.say(f"not in the archive yet: steps {steps}; their tokens are kept, --resume archives them")
 
     async def _stop_workers(self) -> None:
         for role in ("rollout", "trainer", "relay"):

@@ -82,7 +82,9 @@ class Effects:
         start_process: Callable[[WorkerId], None],
         alarm: Callable[[str, str], None],
         stalled: Callable[[], None] = lambda: None,
+        archive: Callable[[int, list[TrajectoryId]], None] | None = None,
     ) -> None:
+        """`archive(step, trajectories)` takes what is committed; None = their tokens are forgotten."""
         self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
         self.tokens = tokens
         self._checkpoints, self._keep_last, self._sampler = (
@@ -91,7 +93,7 @@ class Effects:
             GuardedSampler(sampler) if sampler else None,
         )
         self._stop_process, self._alarm, self._stalled = stop_process, alarm, stalled
-        self._start_process = start_process
+        self._start_process, self._archive = start_process, archive
         self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
         """Where relays listen for their neighbours."""
         self._table: dict[type, Callable[[Any], None]] = {
@@ -106,7 +108,7 @@ class Effects:
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
             actions.RecordTrajectories: self._record,
-            actions.ForgetTokens: lambda a: self.tokens.forget(a.trajectories),
+            actions.ForgetTokens: self._forget,
             actions.StopWorker: self._stop_worker,
             actions.StartWorker: lambda a: self._start_process(a.worker),
             actions.RaiseAlarm: self._raise_alarm,
@@ -255,6 +257,12 @@ class Effects:
             t.num_prompt_tokens, t.num_tokens, t.reward if t.timings.rewarded else None, json.dumps(t.reward_parts),
             t.finish_reason, t.step or None, t.dropped or None, s_gen, residence, s_train, *times,
         )  # fmt: skip
+
+    def _forget(self, action: actions.ForgetTokens) -> None:
+        if action.step and self._archive is not None:
+            self._archive(action.step, action.trajectories)  # forgets them when it has them
+        else:
+            self.tokens.forget(action.trajectories)
 
     def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))

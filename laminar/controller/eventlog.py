@@ -11,9 +11,7 @@ Invariants:
   numbers: a log whose run has a later boot writes no more (`Superseded`).
 * What workers are told that they may forget (`frames`) commits with the events made of it, or after them.
 
-Tables: `boots`, `events`, `snapshots`, `segments`, `frames`, `trajectories`, `versions`, `checkpoints`, `metrics`, `spans`,
-`alarms` (SCHEMA); `crc` is a `checksum` of what a take-over reads.
-Any SQLite client reads them, also while the run goes on.
+Its tables: `laminar.controller.schema`.
 """
 
 import asyncio
@@ -22,51 +20,21 @@ import errno
 import heapq
 import sqlite3
 import threading
-import zlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from laminar import __version__
+from laminar.controller import schema
 from laminar.controller.runlock import RunLock
+from laminar.controller.schema import Statement, checksum
+from laminar.controller.upkeep import Alarm, Upkeep
 from laminar.errors import LaminarError, StartError
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS boots (
-    boot INTEGER PRIMARY KEY, started REAL, pid INTEGER, host TEXT, resumed_step INTEGER,
-    run_id TEXT, code TEXT, continues INTEGER, outcome TEXT
-);
-CREATE TABLE IF NOT EXISTS events (
-    boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq));
-CREATE TABLE IF NOT EXISTS segments (name TEXT PRIMARY KEY, num_bytes INTEGER, crc INTEGER);
-CREATE TABLE IF NOT EXISTS frames (
-    worker TEXT, incarnation INTEGER, number INTEGER, crc INTEGER, PRIMARY KEY (worker, incarnation)
-);
-CREATE TABLE IF NOT EXISTS trajectories (
-    id INTEGER PRIMARY KEY, prompt INTEGER, group_id INTEGER, sibling INTEGER, attempt INTEGER,
-    behavior_version TEXT, finish_version TEXT, sample_version TEXT, digest TEXT,
-    num_prompt_tokens INTEGER, num_tokens INTEGER, reward REAL, reward_parts TEXT, finish_reason TEXT,
-    step INTEGER, dropped TEXT, s_gen INTEGER, residence INTEGER, s_train INTEGER,
-    queued_at REAL, first_token_at REAL, finished_at REAL, rewarded_at REAL, sampled_at REAL, trained_at REAL
-);
-CREATE TABLE IF NOT EXISTS versions (
-    step INTEGER, branch INTEGER, digest TEXT, num_bytes INTEGER, published_at REAL, PRIMARY KEY (step, branch)
-);
-CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT, data_state BLOB, saved_at REAL);
-CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS spans (worker TEXT, kind TEXT, start REAL, end REAL, busy_s REAL, version TEXT);
-CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
-"""
-
-
-Statement = tuple[str, Sequence[Any]]
-"""SQL and its parameters."""
 Frame = tuple[str, int, int]
 """(worker, incarnation, number) of a frame from a worker."""
 
-SNAPSHOTS_KEPT = 2  # one that is torn must not be the only one
 RETRY_S = 1.0  # a full disk is looked at so often
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
 
@@ -84,12 +52,15 @@ class EventLog:
         commit_s: float,
         before_commit: Callable[[], Iterable[Statement]] = tuple,
         after_commit: Callable[[], None] = lambda: None,
+        bytes_max: int = 0,
     ) -> None:
+        """`bytes_max`: above which old events leave the database (`laminar.controller.upkeep`); 0 = never."""
         self.path = path
         self.failure: Exception | None = None
         """Why the log cannot be written; final."""
         self.durable = 0
         """Highest event seq on disk."""
+        self.upkeep = Upkeep(path, bytes_max)
         self.run_id = ""
         """Of this process and of all that it continues."""
         self.continues = 0
@@ -115,6 +86,11 @@ class EventLog:
         self._on_durable: Callable[[int], None] = lambda seq: None
         self.on_stalled: Callable[[str | None], None] = lambda reason: None
         """Called on the loop with the reason when nothing can be written, and with None when all that waited has been."""
+        self.on_alarm: Callable[[Alarm], None] = lambda alarm: None
+        """Called on the loop with what people have to know of the files."""
+        self._unwritten_since = 0.0
+        """Monotonic time at which the oldest of `_pending` was handed over."""
+        self._lag_s_max = 0.0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.run_lock = RunLock(path)
@@ -139,14 +115,14 @@ class EventLog:
             self.run_lock.take(pid, host)
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
-                _prepare(database)
+                schema.prepare(database)
                 row = database.execute("SELECT coalesce(max(boot), 0) + 1 FROM boots").fetchone()
                 self._boot = int(row[0])
                 if continues:
-                    self.run_id, first = _continued(database)
+                    self.run_id, first = schema.continued(database)
                 else:
                     self.run_id, first = run_id(self._boot), self._boot
-                    _take_back(database, resumed_step)
+                    schema.take_back(database, resumed_step)
                 self.continues = first
                 database.execute(
                     "INSERT INTO boots VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL)",
@@ -202,6 +178,8 @@ class EventLog:
             return
         gathered, self._gathered = self._gathered, []
         with self._lock:
+            if gathered and not self._pending:
+                self._unwritten_since = time.monotonic()
             self._pending += gathered
             self._frames |= self._heard
             self._appended = self._last
@@ -213,16 +191,19 @@ class EventLog:
         self._in_hurry = False
 
     def snapshot(self, seq: int, body: bytes) -> None:
-        """Queue the state after event `seq`; the last few are kept."""
+        """Queue the state after event `seq`; the last few are kept (`laminar.controller.upkeep`)."""
         row = (self._boot, seq, body, checksum(seq, body))
         self.write("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)", row)
-        kept = "SELECT boot, seq FROM snapshots ORDER BY boot DESC, seq DESC LIMIT ?"
-        self.write(f"DELETE FROM snapshots WHERE (boot, seq) NOT IN ({kept})", (SNAPSHOTS_KEPT,))
 
     def hurry(self) -> None:
         """Somebody waits for what is queued: do not wait for company."""
         self._in_hurry = True
         self._hand_over()
+
+    def take_lag(self) -> float:
+        """The longest that anything waited for the disk since the last call, seconds."""
+        lag, self._lag_s_max = self._lag_s_max, 0.0
+        return lag
 
     async def when_durable(self, seq: int) -> None:
         """Return when event `seq` is on disk. Raises the writer's error if it cannot write."""
@@ -256,14 +237,23 @@ class EventLog:
     def _write_forever(self) -> None:
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database:
-                _prepare(database)
+                schema.prepare(database)
                 while not self._closing.is_set() or self._pending:
                     self._wait()
                     self._tell(self._advance, self._commit(database))
+                    self._look_after(database)
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except Exception as error:  # noqa: BLE001 - a thread that died in silence would let everyone wait for ever
             self.failure = error
             self._tell(self._fail, error)
+
+    def _look_after(self, database: sqlite3.Connection) -> None:
+        try:
+            for alarm in self.upkeep.after_commit(database):
+                self._tell(self.on_alarm, alarm)
+        except sqlite3.Error as error:
+            if not _may_clear(error):
+                raise
 
     def _wait(self) -> None:
         """Until there is something to write, then `commit_s` longer for company, unless someone waits for it."""
@@ -276,10 +266,12 @@ class EventLog:
         with self._lock:
             batch, self._pending = self._pending, []
             frames, self._frames = self._frames, {}
-            seq = self._appended
+            seq, since = self._appended, self._unwritten_since
         rows = [(*worker, number, checksum(number, repr(worker).encode())) for worker, number in frames.items()]
         if batch or rows:
             self._write_patiently(database, batch, rows)
+        if batch:
+            self._lag_s_max = max(self._lag_s_max, time.monotonic() - since)
         return seq
 
     def _write_patiently(
@@ -341,35 +333,9 @@ class EventLog:
         self._waiters.clear()
 
 
-def checksum(number: int, body: bytes) -> int:
-    """CRC-32 of what belongs to a number."""
-    return zlib.crc32(body, number & 0xFFFFFFFF)
-
-
 def _may_clear(error: OSError | sqlite3.Error) -> bool:
     """Whether the same write may succeed later: somebody makes room, or lets the database go."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _continued(database: sqlite3.Connection) -> tuple[str, int]:
-    """(run id, first boot with this state) of the last boot."""
-    run_id, first = database.execute("SELECT run_id, continues FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
-    return str(run_id), int(first)
-
-
-def _take_back(database: sqlite3.Connection, resumed_step: int) -> None:
-    database.execute("DELETE FROM metrics WHERE step > ?", (resumed_step,))
-    database.execute(
-        "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?", (resumed_step,)
-    )
-    for table in ("snapshots", "frames", "segments"):
-        database.execute(f"DELETE FROM {table}")
-
-
-def _prepare(database: sqlite3.Connection) -> None:
-    database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")
-    database.executescript(SCHEMA)

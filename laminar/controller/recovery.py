@@ -17,7 +17,7 @@ from laminar import __version__, wire
 from laminar.controller import wal
 from laminar.controller.channels import Channels, Kept
 from laminar.controller.effects import Effects
-from laminar.controller.eventlog import checksum
+from laminar.controller.schema import checksum
 from laminar.controller.segments import OTHERWISE, Past
 from laminar.core import events
 from laminar.core.engine import Core

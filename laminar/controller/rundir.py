@@ -50,6 +50,11 @@ class RunDirectory:
         return self.path / "tokens"
 
     @property
+    def archive(self) -> Path:
+        """Tokens of what was trained, if that is wanted."""
+        return self.path / "archive"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

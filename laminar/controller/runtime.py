@@ -76,6 +76,12 @@ class Runtime:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def let_through(self, timeout_s: float) -> None:
+        """Perform what waits for the disk, if that takes it in time."""
+        waiting = [task for task in self._tasks if task.get_name() == "durable"]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+
     @property
     def num_waiting(self) -> int:
         """Actions that wait for the disk."""

@@ -221,6 +221,10 @@ class Past:
         else:
             self.prompts[group] = entry.tokens
 
+    def knows(self, trajectory: TrajectoryId) -> bool:
+        """Whether there is anything of its response."""
+        return trajectory in self._deltas
+
     def check(self, written: dict[str, int]) -> None:
         """`written`: segment -> bytes, as the log says. Raises StartError if any of them is lost or damaged."""
         short = [

@@ -11,6 +11,7 @@ Invariants:
 * Every segment of the table `segments` is there, whole up to the length given there: it leaves the table first, then the disk.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterable
@@ -19,10 +20,10 @@ from pathlib import Path
 import msgspec
 
 from laminar import wire
-from laminar.controller.eventlog import Statement, checksum
+from laminar.controller.schema import Statement, checksum
 from laminar.controller.segments import Deltas, Entry, Past, Record, encode
 from laminar.core.records import Trajectory
-from laminar.errors import ProtocolError
+from laminar.errors import ProtocolError, StartError
 from laminar.ids import GroupId, TrajectoryId, format_id
 
 SEGMENT_BYTES = 64 << 20  # large enough that files are few, small enough that forgetting frees disk soon
@@ -94,24 +95,39 @@ class TokenStore:
 
     # ---- going on ------------------------------------------------------------------------------------------
 
-    def adopt(self, past: Past, trajectories: Iterable[Trajectory]) -> None:
-        """Hold what earlier boots wrote of these; segments that none needs are unlinked. Raises StartError if some is lost."""
+    def adopt(
+        self, past: Past, trajectories: Iterable[Trajectory], trained: Iterable[Trajectory] = ()
+    ) -> list[TrajectoryId]:
+        """Hold what earlier boots wrote of these; segments that none needs are unlinked. Raises StartError if some is lost.
+
+        Of `trained` ones, which nothing but the archive needs, some may be lost: those that are held.
+        """
         for record in trajectories:
-            found = past.response(record.id, record.attempt, record.num_tokens)
-            held = self._groups.setdefault(record.group, Held(prompt=past.prompts.get(record.group)))
-            held.num_responses += 1
-            parts = [bytearray(part) for part in found]
-            self._responses[record.id] = Response(record.group, record.attempt, *parts, past.prompt(record))
+            self._hold(past, record)
+        held = []
+        for record in trained:
+            with contextlib.suppress(StartError):
+                self._hold(past, record)
+                held.append(record.id)
         for path, members in past.trajectories.items():
             groups = [self._responses[t].group for t in members if t in self._responses]
             users = {group: None for group in [*groups, *past.groups[path]] if group in self._groups}
             self._keep(path, users)
+        return held
+
+    def _hold(self, past: Past, record: Trajectory) -> None:
+        found, prompt = past.response(record.id, record.attempt, record.num_tokens), past.prompt(record)
+        held = self._groups.setdefault(record.group, Held(prompt=past.prompts.get(record.group)))
+        held.num_responses += 1
+        parts = [bytearray(part) for part in found]
+        self._responses[record.id] = Response(record.group, record.attempt, *parts, prompt)
 
     def _keep(self, path: Path, users: dict[GroupId, None]) -> None:
         if not users:
             self._done[path] = None
             return
         self._num_kept += 1
+        self._synced[path.name] = path.stat().st_size
         self._segments[-self._num_kept] = Segment(path, -1, dict(users))
         for group in users:
             self._groups[group].segments[-self._num_kept] = None
@@ -222,6 +238,10 @@ class TokenStore:
             return wire.TokenRow(
                 trajectory, prompt, bytes(response.tokens), bytes(response.logprobs), bytes(response.sources)
             )
+
+    def num_tokens(self, trajectories: Iterable[TrajectoryId]) -> int:
+        """Response tokens of these. KeyError for one that is not held."""
+        return sum(len(self._responses[trajectory].tokens) for trajectory in trajectories) // 4
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""SQLite's write-ahead log `run.db-wal`: what SQLite leaves out of it without a word.
+"""SQLite's write-ahead log `run.db-wal`: what SQLite leaves out of it without a word, and who has it open.
 
     header 32 B: … │ page size at 8 │ salts at 16 (8 B) │ …        frame: header 24 B: … │ salts at 8 (8 B) │ …   + a page
 
@@ -6,6 +6,7 @@ SQLite takes the frames up to the last whole commit whose checksums fit (sqlite.
 the header's are what an earlier round left there.
 """
 
+import contextlib
 import math
 import os
 import sqlite3
@@ -52,3 +53,13 @@ def left_out(database: Path, frames: int, connection: sqlite3.Connection) -> str
         f"{path_of(database)}: {frames - taken} of its {frames} pages are no whole commit and are left out: nobody was told of "
         "what they held, unless the disk has lost what it had confirmed; workers that know more than the log are refused and lost"
     )
+
+
+def readers(database: Path) -> list[int]:
+    """Other processes of this machine that have its write-ahead log open, as far as this one may see."""
+    wal, found = str(path_of(database).absolute()), dict[int, None]()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == wal:
+                found[int(link.parts[2])] = None
+    return [pid for pid in found if pid != os.getpid()]

@@ -152,6 +152,8 @@ class ForgetTokens(Action, frozen=True, kw_only=True):
 
     durable_first: ClassVar[bool] = True
     trajectories: list[TrajectoryId]
+    step: int = 0
+    """The train step that trained them, if they are committed."""
 
 
 class StopWorker(Action, frozen=True, kw_only=True):

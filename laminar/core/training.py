@@ -272,7 +272,8 @@ def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
             del state.trajectories[trajectory.id]
         for group in step.groups:
             del state.groups[group]
-        turn.emit(ForgetTokens(cause=turn.cause, trajectories=[trajectory.id for trajectory in members]))
+        ids = [trajectory.id for trajectory in members]
+        turn.emit(ForgetTokens(cause=turn.cause, trajectories=ids, step=number))
     turn.tell("checkpoint saved", story.step(event.step))
 
 

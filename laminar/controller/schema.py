@@ -1,0 +1,71 @@
+"""The tables of a run's database `run.db`. Any SQLite client reads them, also while the run goes on.
+
+`boots` has a row per controller process; `events`, `snapshots`, `segments` and `frames` are what a controller that takes over reads
+(`laminar.controller.recovery`), with a `checksum` of every row; the others are records for people.
+"""
+
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+Statement = tuple[str, Sequence[Any]]
+"""SQL and its parameters."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS boots (
+    boot INTEGER PRIMARY KEY, started REAL, pid INTEGER, host TEXT, resumed_step INTEGER,
+    run_id TEXT, code TEXT, continues INTEGER, outcome TEXT
+);
+CREATE TABLE IF NOT EXISTS events (
+    boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq));
+CREATE TABLE IF NOT EXISTS segments (name TEXT PRIMARY KEY, num_bytes INTEGER, crc INTEGER);
+CREATE TABLE IF NOT EXISTS frames (
+    worker TEXT, incarnation INTEGER, number INTEGER, crc INTEGER, PRIMARY KEY (worker, incarnation)
+);
+CREATE TABLE IF NOT EXISTS trajectories (
+    id INTEGER PRIMARY KEY, prompt INTEGER, group_id INTEGER, sibling INTEGER, attempt INTEGER,
+    behavior_version TEXT, finish_version TEXT, sample_version TEXT, digest TEXT,
+    num_prompt_tokens INTEGER, num_tokens INTEGER, reward REAL, reward_parts TEXT, finish_reason TEXT,
+    step INTEGER, dropped TEXT, s_gen INTEGER, residence INTEGER, s_train INTEGER,
+    queued_at REAL, first_token_at REAL, finished_at REAL, rewarded_at REAL, sampled_at REAL, trained_at REAL
+);
+CREATE INDEX IF NOT EXISTS trajectories_by_step ON trajectories (step);
+CREATE TABLE IF NOT EXISTS versions (
+    step INTEGER, branch INTEGER, digest TEXT, num_bytes INTEGER, published_at REAL, PRIMARY KEY (step, branch)
+);
+CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT, data_state BLOB, saved_at REAL);
+CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spans (worker TEXT, kind TEXT, start REAL, end REAL, busy_s REAL, version TEXT);
+CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
+"""
+
+
+def checksum(number: int, body: bytes) -> int:
+    """CRC-32 of what belongs to a number."""
+    return zlib.crc32(body, number & 0xFFFFFFFF)
+
+
+def continued(database: sqlite3.Connection) -> tuple[str, int]:
+    """(run id, first boot with this state) of the last boot."""
+    run_id, first = database.execute("SELECT run_id, continues FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
+    return str(run_id), int(first)
+
+
+def take_back(database: sqlite3.Connection, resumed_step: int) -> None:
+    """What steps after this one left: they are done again, with other trajectories."""
+    database.execute("DELETE FROM metrics WHERE step > ?", (resumed_step,))
+    database.execute(
+        "UPDATE trajectories SET dropped = 'resume', step = NULL, trained_at = NULL WHERE step > ?", (resumed_step,)
+    )
+    for table in ("snapshots", "frames", "segments"):
+        database.execute(f"DELETE FROM {table}")
+
+
+def prepare(database: sqlite3.Connection) -> None:
+    """Make what is missing. For every connection that writes: a commit is on disk when it returns."""
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    database.executescript(SCHEMA)

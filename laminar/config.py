@@ -237,8 +237,8 @@ class RelayConfig(Section, frozen=True, kw_only=True):
     """Memory for old versions that still have trajectories, as deltas to newer ones, at most this share of one version's bytes;
     0 = what has no slot any more is gone (docs/relays.md)."""
     restarts: int = 2
-    """How often a lost relay is started again. Replicas go on with the weights that they hold; the trainer's present ones are
-    published to the new process. 0 = the loss of the relay ends the run."""
+    """How often a lost relay is started again before it is given up. Replicas go on with the weights that they hold; the trainer's
+    present ones are published to the new process. Giving up the relay of a trainer's host, or the last one, ends the run."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of published weights; `auto` = bfloat16 where rollouts run on GPUs, float32 on CPUs."""
     link_timeout_s: float = 0.5

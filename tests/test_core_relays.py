@@ -130,6 +130,7 @@ def test_one_that_calls_two_neighbours_slow_is_slow_itself():
     assert order(driver) == ["a1", "a4", "a5", "a3", "a2"]
 
 
+@hypothesis_settings(deadline=None)
 @given(links=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40))
 def test_slow_links_make_no_more_epochs_than_there_are_relays_and_lose_none(links):
     hosts = [f"a{index}" for index in range(6)]
@@ -223,10 +224,38 @@ def test_the_version_that_was_being_published_to_the_dead_relay_of_the_trainers_
     assert [a.version for a in of(returns(driver, "a1"), actions.PublishVersion)] == [V0]
 
 
-def test_it_is_published_to_the_next_when_the_core_knows_no_relay_that_is_to_come_back():
-    driver = chained("a1", "a2", relay_restarts_max=0)
-    new = driver.lost("relay-a1")
-    assert [type(a).__name__ for a in new] == ["StopWorker", "ArrangeChain", "PublishVersion"]
+def test_the_relay_of_a_trainers_host_that_is_given_up_ends_the_run_with_a_checkpoint():
+    driver = filled("a1", "a2", relay_restarts_max=1, batch_groups=1, buffer_groups_max=4)
+    driver.join("r0", host="a2")
+    driver.refreshed("r0")
+    driver.complete_all("r0")
+    driver.step_done()
+    driver.complete_all("r0")
+    driver.lost("relay-a1")
+    driver.send(events.TimerFired(), after=600.0)
+    assert not driver.core.state.stopping, "it is started again"
+    new = driver.send(events.WorkerLost(worker=WorkerId("relay-a1"), incarnation=0, reason="no space in /dev/shm"))
+    (told,) = [a.text for a in of(new, actions.RaiseAlarm) if a.name == "run-failed"]
+    assert "the relay relay-a1 of a trainer's host is given up" in told
+    assert "no space in /dev/shm" in told
+    driver.step_done()
+    driver.saved()
+    (end,) = driver.all(actions.FinishRun)
+    assert (end.ok, driver.core.state.trainer.checkpoint) == (False, 2)
+
+
+def test_the_relay_of_another_host_that_is_given_up_does_not_end_it():
+    driver = filled("a1", "a2", "b1", relay_restarts_max=0)
+    driver.lost("relay-b1")
+    assert not driver.core.state.stopping
+
+
+@pytest.mark.parametrize("lost", ["relay-0", "relay-1"])
+def test_neither_can_the_relay_of_any_host_of_a_trainer_on_several_be_missed(lost: str):
+    driver = RelayWorld(settings(relay_restarts_max=0), 0, hosts=3, trainer_hosts=2)
+    driver._begin()
+    driver.lost(lost)
+    assert "no weights can be published" in driver.core.state.stopping
 
 
 def test_it_is_skipped_when_the_trainer_has_gone_on():
@@ -424,6 +453,7 @@ def test_whatever_joins_dies_and_breaks_the_chain_stays_one(changes):
     assert epochs(driver) == sorted(set(epochs(driver)))
 
 
+@hypothesis_settings(deadline=None)
 @given(num=st.integers(2, 8), links=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=5, max_size=20))
 def test_of_more_broken_links_than_half_the_relays_at_least_one_loses_a_relay(num, links):
     hosts = [f"a{index}" for index in range(num)]

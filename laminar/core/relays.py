@@ -67,7 +67,7 @@ def lose(turn: Turn, relay: Relay, reason: str) -> None:
     _remove(turn, relay, reason)
     recovery.plan(turn, relay.id, reason, "relay")
     _arrange(turn)
-    _fail_if_none_is_left(turn, relay.id, reason)
+    _fail_if_nothing_can_be_published(turn, relay.id, reason)
     _forget(turn, relay, f"the relay {relay.id} was lost: {reason}")
 
 
@@ -75,14 +75,21 @@ def lose_starting(turn: Turn, worker: WorkerId, reason: str) -> None:
     """It was started again and ended before it joined; once it is given up, the master's serves its host."""
     recovery.plan(turn, worker, reason, "relay")
     _sources_changed(turn)
-    _fail_if_none_is_left(turn, worker, reason)
+    _fail_if_nothing_can_be_published(turn, worker, reason)
     versions.publish(turn)
 
 
-def _fail_if_none_is_left(turn: Turn, last: WorkerId, reason: str) -> None:
-    """Without any relay, and without one that may come back, no version reaches a replica any more."""
-    if not (turn.state.relays or recovery.is_expected(turn, "relay")):
-        turn.fail(f"the relay {last} was lost: {reason}")
+def _fail_if_nothing_can_be_published(turn: Turn, lost: WorkerId, reason: str) -> None:
+    """Without any relay no version reaches a replica; without the relay of its host no rank can publish. One may come back."""
+    state = turn.state
+    if not (state.relays or recovery.is_expected(turn, "relay")):
+        turn.fail(f"the relay {lost} was lost: {reason}")
+    is_trainers = any(state.relay_hosts.get(host) == lost for host in state.trainer.hosts.values())
+    if is_trainers and not recovery.may_return(state, lost):
+        turn.fail(
+            f"the relay {lost} of a trainer's host is given up, and no weights can be published without it: {reason}; "
+            "mend what ended it (its log is beside the others), or raise relay.restarts, and resume the run"
+        )
 
 
 def _remove(turn: Turn, relay: Relay, reason: str) -> None:

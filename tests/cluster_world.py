@@ -130,7 +130,7 @@ class Member(ControllerEnd):
 
 
 class Cluster(Driver):
-    """Relays r0 (the trainer's), r1, …; `members` by name, `order` as they are chained."""
+    """Relays r0, r1, …; `members` by name, `order` as they are chained."""
 
     def __init__(
         self, num_relays: int, *, restarts: int = 0, num_bytes: int = 24 << 20, link_timeout_s: float = LINK_TIMEOUT_S
@@ -149,6 +149,8 @@ class Cluster(Driver):
         """Publications wait for it before their commit."""
         self.may_commit.set()
         self.alarms: list[str] = []
+        self.failures: list[BaseException] = []
+        """Of tasks that play a part of the world; the world waits for what they had to say."""
         self._addresses: dict[WorkerId, int] = {}
         self._proxies: dict[tuple[WorkerId, WorkerId], Proxy] = {}
         self._changed = asyncio.Event()
@@ -183,12 +185,28 @@ class Cluster(Driver):
         proxy.backward_blocked = "in" in blocked.get(upstream, ()) or "out" in blocked.get(downstream, ())
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for it."""
-        async with asyncio.timeout(LIMIT_S):
-            self._changed.clear()
-            while not condition():  # it may be looking at it that makes a change
-                await self._changed.wait()
+        """Wait for it. Raises what a task of the test raised: nobody else would answer in its place."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
                 self._changed.clear()
+                while not condition():  # it may be looking at it that makes a change
+                    await self._changed.wait()
+                    self._changed.clear()
+                    if self.failures:
+                        raise self.failures[0]
+        except TimeoutError:
+            raise AssertionError(f"waited for {LIMIT_S:g} s: {self._describe()}") from None
+
+    def _describe(self) -> str:
+        """Where everything is, in one line."""
+        state = self.core.state
+        replicas = [f"{r.id} {r.state} {r.version} → {r.target} at {len(r.attempts)}" for r in state.replicas.values()]
+        relays = [f"{relay.id} {relay.held}" for relay in state.relays.values()]
+        last = state.versions[-1] if state.versions else None
+        return (
+            f"step {state.trainer.step}, running {state.trainer.running}, {len(state.buffer)} groups complete; "
+            f"{state.chain.order}; {'; '.join([*replicas, *relays])}; {last}; {self.alarms}"
+        )
 
     async def converged(self, version: Version) -> None:
         """Wait until every relay that is left holds the version, or a newer one, for which one between is skipped; its bytes are
@@ -255,8 +273,9 @@ class Cluster(Driver):
         self.at = time.monotonic()
         self.send(events.RunStarted(boot=1))
         await self.until(lambda: len(self._addresses) == len(self.members))
+        # On none of these hosts: the relay of its own could not be lost for good. It publishes to whichever it is told.
         trainer = events.TrainerRankReady(
-            worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0, host=self.members["r0"].host
+            worker=WorkerId("trainer-0/0"), incarnation=1, rank=0, world_size=1, step=0, host="h-trainer"
         )
         self.send(trainer)
         await self.converged(Version(0, 0))
@@ -310,8 +329,9 @@ class Cluster(Driver):
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.alarms.append(f"a task of the test failed: {task.exception()!r}")
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failures.append(error)
+            self._changed.set()
 
     # ---- actions
 
@@ -409,4 +429,4 @@ async def cluster(num_relays: int, **options: Any) -> AsyncIterator[Cluster]:
     for member in made.members.values():
         for log in member.logs:
             assert "Traceback" not in log, log
-    assert not [alarm for alarm in made.alarms if alarm.startswith("a task")], made.alarms
+    assert not made.failures

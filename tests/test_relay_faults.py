@@ -150,6 +150,7 @@ async def test_a_relay_that_died_comes_back_over_what_it_left_and_is_filled_by_i
         assert stale, "a killed relay leaves its slots"
         await relays.until(lambda: member.name in live(relays))
         await relays.converged(version)
+        await relays.publish()
 
 
 async def test_a_host_without_room_for_the_weights_leaves_the_chain_and_says_why() -> None:

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from laminar.config import TrainerConfig  # noqa: E402
 from laminar.workers.relay import delta  # noqa: E402
-from laminar.workers.relay.chain import CHUNK_BYTES  # noqa: E402
+from laminar.workers.relay.manifest import BLOCK_BYTES  # noqa: E402
 
 QUICKSTART = ROOT / "configs/quickstart/model"
 PROMPTS, SIBLINGS = 8, 8
@@ -153,8 +153,8 @@ def measure(all_versions: list[np.ndarray]) -> Found:
     for base, new in itertools.pairwise(all_versions):
         changed += int(np.count_nonzero(base != new))
         whole += new.nbytes
-        for start in range(0, new.nbytes, CHUNK_BYTES):
-            part, old = (memoryview(items).cast("B")[start : start + CHUNK_BYTES] for items in (new, base))
+        for start in range(0, new.nbytes, BLOCK_BYTES):
+            part, old = (memoryview(items).cast("B")[start : start + BLOCK_BYTES] for items in (new, base))
             made, seconds, times = _timed(lambda: delta.encode(part, old, 2))  # noqa: B023
             encode_s, encoded = encode_s + seconds, encoded + times * part.nbytes
             wire += HEADER_BYTES + (part.nbytes if made is None else len(made))

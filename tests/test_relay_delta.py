@@ -59,7 +59,7 @@ def test_whatever_changed_the_delta_is_lossless_or_not_made(data: st.DataObject,
 def test_first_last_and_far_elements_are_reached(item_bytes: int):
     base = np.zeros(100_000, delta.ITEM_TYPES[item_bytes])
     new = base.copy()
-    new[[0, 254, 255, 256, 511, 512, 767, 99_999]] = [1, 200, 3, 40_000, 5, 65_535, 127, 128]
+    new[[0, 62, 63, 126, 190, 255, 511, 512, 70_000, 99_999]] = [1, 200, 3, 40_000, 5, 65_535, 127, 128, 65_534, 65_408]
     assert rebuilt(new, base) == new.tobytes()
 
 

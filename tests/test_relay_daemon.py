@@ -240,8 +240,9 @@ class NamedSession(Session):
         return super().unreliable(message)
 
 
-def start_under(controller: ControllerEnd, token: str = TOKEN) -> subprocess.Popen[str]:
+def start_under(controller: ControllerEnd, token: str = TOKEN, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "laminar.workers.relay", "--controller", controller.url, "--name", "relay-0"]
+    command += options
     environment = os.environ | {"LAMINAR_TOKEN": token}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -271,6 +272,20 @@ async def test_under_a_controller_it_reports_versions_and_leaves_cleanly_on_stop
         assert process.returncode == 0, log
         assert controller.of(wire.Goodbye)
         assert not directory.exists()
+    finally:
+        process.kill()
+        await controller.stop()
+
+
+async def test_it_tells_the_controller_what_its_links_are_made_of():
+    controller, _ = await run_controller()
+    process = start_under(controller, TOKEN, "--listen", "127.0.0.1")
+    try:
+        await controller.until(lambda: controller.of(wire.RelayReport) != [])
+        assert controller.of(wire.RelayReport) == [wire.RelayReport(transport="tcp over TCP")]
+        await controller.send(wire.Stop(reason="the run is done"))
+        _, log = await asyncio.to_thread(process.communicate, timeout=LIMIT_S)
+        assert process.returncode == 0, log
     finally:
         process.kill()
         await controller.stop()

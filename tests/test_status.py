@@ -6,6 +6,8 @@ from core_world import Driver, settings
 from test_core_moves import check, tailing
 
 from laminar.controller.status import status_of
+from laminar.ids import Version, WorkerId
+from laminar.wire import Progress, RelayReport
 
 
 def test_the_status_says_why_each_replica_was_emptied_or_not_and_what_moved() -> None:
@@ -13,7 +15,7 @@ def test_the_status_says_why_each_replica_was_emptied_or_not_and_what_moved() ->
     (moving,) = driver.generating("r0")
     check(driver)
     driver.report("r0", {moving: 5}, aborted=[moving])
-    told = json.loads(json.dumps(status_of(driver.core)))
+    told = json.loads(json.dumps(status_of(driver.core, {})))
     assert told["repack"].pop("reasons") == driver.core.state.repack.reasons
     checked_at = driver.core.state.repack.checked_at
     assert told["repack"].pop("moved_reasons") == driver.core.state.repack.moved_reasons
@@ -28,16 +30,39 @@ def test_the_status_tells_the_chain_and_how_trajectories_of_lost_replicas_went_o
     driver.start("r0", "r1")
     num = len(driver.generating("r0"))
     driver.lost("r0")
-    told = json.loads(json.dumps(status_of(driver.core)))
-    assert told["relays"] == {"epoch": 1, "order": ["relay-0"], "master": "relay-0", "held": {"relay-0": ["v0"]}}
+    told = json.loads(json.dumps(status_of(driver.core, {})))
+    assert told["relays"] == {
+        "epoch": 1,
+        "order": ["relay-0"],
+        "master": "relay-0",
+        "held": {"relay-0": ["v0"]},
+        "links": {},
+    }
     assert told["failovers"] == {"same_version": num, "relay": 0, "checkpoint": 0, "restarted": 0}
 
 
 def test_the_status_says_what_holds_new_groups_back() -> None:
     driver = Driver(settings(buffer_groups_max=4, batch_groups=4, local_batch_groups=4, steps=1))
-    assert str(status_of(driver.core)["new_groups"]).startswith("begin wherever")
+    assert str(status_of(driver.core, {})["new_groups"]).startswith("begin wherever")
     driver.start("r0")
-    assert "enough for the remaining steps" in str(status_of(driver.core)["new_groups"])
+    assert "enough for the remaining steps" in str(status_of(driver.core, {})["new_groups"])
     longer = Driver(settings(buffer_groups_max=4, batch_groups=4, local_batch_groups=4, steps=9))
     longer.start("r0")
-    assert status_of(longer.core)["new_groups"] == "held back by buffer.max_groups: 4 of 4 are in flight or buffered"
+    assert (
+        status_of(longer.core, {})["new_groups"] == "held back by buffer.max_groups: 4 of 4 are in flight or buffered"
+    )
+
+
+def test_the_status_tells_what_each_relay_uses_and_how_far_it_is():
+    driver = Driver(settings())
+    driver.start("r0")
+    driver.relay("relay-1", host="h1")
+    coming = Progress(version=Version(1, 0), num_bytes=3 << 20, total_bytes=4 << 20)
+    report = RelayReport(transport="ucx over TCP", sent_bytes=8 << 20, wire_bytes=1 << 20, receiving=coming)
+    gone = RelayReport(transport="tcp over TCP")
+    told = json.loads(json.dumps(status_of(driver.core, {WorkerId("relay-1"): report, WorkerId("relay-9"): gone})))
+    assert list(told["relays"]["links"]) == ["relay-1"]
+    link = told["relays"]["links"]["relay-1"]
+    assert (link["transport"], link["sent_bytes"], link["wire_bytes"]) == ("ucx over TCP", 8 << 20, 1 << 20)
+    assert link["receiving"] == {"version": "v1", "bytes": 3 << 20, "of": 4 << 20}
+    assert link["sending"] is None

@@ -366,7 +366,8 @@ class Application:
     def _status(self) -> dict[str, object]:
         metrics = self._telemetry.history[-1] if self._telemetry.history else {}
         files = {f"{name}_mib": round(size / MIB, 3) for name, size in self._log.upkeep.sizes._asdict().items()}
-        return {"run": str(self._run.path), **status_of(self._runtime.core), "files": files, "metrics": metrics}
+        status = status_of(self._runtime.core, self._telemetry.relays)
+        return {"run": str(self._run.path), **status, "files": files, "metrics": metrics}
 
     # ---- end -----------------------------------------------------------------------------------------------
 

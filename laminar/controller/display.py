@@ -13,6 +13,7 @@ from rich.text import Text
 
 from laminar.controller.telemetry import Telemetry
 from laminar.core.records import State
+from laminar.wire import RelayReport
 
 
 class Display(Protocol):
@@ -95,7 +96,8 @@ class LiveDisplay:
         self._live.stop()
 
     def _render(self) -> Group:
-        return Group(self._progress(), self._numbers(), self._replicas())
+        relays = [self._relays()] if len(self._state.relays) > 1 else []
+        return Group(self._progress(), self._numbers(), self._replicas(), *relays)
 
     def _progress(self) -> Table:
         done = self._state.trainer.step
@@ -133,6 +135,24 @@ class LiveDisplay:
         for name, _, _ in columns:
             table.add_column(name, justify="right")
         table.add_row(*("–" if value is None else format(value, form) for _, value, form in columns))
+        return table
+
+    def _relays(self) -> Table:
+        """In the order of the chain."""
+        table = Table(box=None, padding=(0, 2))
+        for name in ("relay", "links", "newest", "receiving", "sent MB", "on the wire"):
+            table.add_column(name, justify="left" if name in ("relay", "links", "newest") else "right")
+        for worker in self._state.chain.order:
+            report, held = self._telemetry.relays.get(worker, RelayReport()), self._state.relays[worker].held
+            coming = report.receiving
+            table.add_row(
+                worker,
+                report.transport or "–",
+                str(held[-1]) if held else "–",
+                f"{coming.version} {coming.num_bytes / coming.total_bytes:.0%}" if coming else "–",
+                f"{report.sent_bytes / 1e6:,.1f}",
+                f"{report.wire_bytes / max(1, report.sent_bytes):.1%}" if report.sent_bytes else "–",
+            )
         return table
 
     def _replicas(self) -> Table:

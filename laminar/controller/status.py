@@ -1,15 +1,22 @@
 """What `/v1/status` says of the core: plain data for people and consoles."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from laminar.core import dispatch, health
 from laminar.core.engine import Core
 from laminar.core.records import RepackRecord, State
 from laminar.core.turn import Turn
+from laminar.ids import WorkerId
+from laminar.wire import Progress, RelayReport
 
 
-def status_of(core: Core) -> dict[str, object]:
-    """Where the run is, whether new groups begin, replicas and relays, lost replicas' trajectories, repacking, the ledger."""
+def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
+    """Where the run is, whether new groups begin, replicas and relays, lost replicas' trajectories, repacking, the ledger.
+
+    `reports`: what relays said of themselves last.
+    """
     state = core.state
     return {
         "step": state.trainer.step,
@@ -18,7 +25,7 @@ def status_of(core: Core) -> dict[str, object]:
         "new_groups": _new_groups(core),
         "stalled_for_s": state.at - state.stall.since if state.stall.told else None,
         "replicas": _replicas(core),
-        "relays": _relays(state),
+        "relays": _relays(state, reports),
         "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
         "ledger": msgspec.to_builtins(state.ledger),
@@ -58,10 +65,29 @@ def _replicas(core: Core) -> dict[str, dict[str, object]]:
     return found
 
 
-def _relays(state: State) -> dict[str, object]:
-    """The chain, and the versions that each relay holds completely."""
+def _relays(state: State, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
+    """The chain, the versions that each relay holds completely, and what it says of itself."""
     held = {relay.id: [str(version) for version in relay.held] for relay in state.relays.values()}
-    return {**msgspec.to_builtins(state.chain), "held": held}
+    links = {worker: _link(reports[worker]) for worker in state.relays if worker in reports}
+    return {**msgspec.to_builtins(state.chain), "held": held, "links": links}
+
+
+def _link(report: RelayReport) -> dict[str, object]:
+    return {
+        "transport": report.transport,
+        "sent_bytes": report.sent_bytes,
+        "wire_bytes": report.wire_bytes,
+        "receiving": _progress(report.receiving),
+        "sending": _progress(report.sending),
+        "kept_as_deltas": [str(version) for version in report.kept],
+        "kept_bytes": report.kept_bytes,
+    }
+
+
+def _progress(progress: Progress | None) -> dict[str, object] | None:
+    if progress is None:
+        return None
+    return {"version": str(progress.version), "bytes": progress.num_bytes, "of": progress.total_bytes}
 
 
 def _repack(record: RepackRecord) -> dict[str, object]:

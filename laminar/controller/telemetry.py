@@ -44,6 +44,8 @@ class Telemetry:
     def __init__(self, runtime: Runtime, log: EventLog, path: Path) -> None:
         self.history: list[dict[str, float]] = []
         """Metrics of the steps of this process."""
+        self.relays: dict[WorkerId, wire.RelayReport] = {}
+        """The last word of each."""
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
@@ -68,6 +70,10 @@ class Telemetry:
             self._span(worker, "pull", message.wait_s, message.version)
         elif isinstance(message, wire.ShardsWritten):
             self._on_shards_written(worker, message)
+        elif isinstance(message, wire.RelayReport):
+            self.relays[worker] = message
+        elif isinstance(message, wire.RelayReady):
+            self.relays.pop(worker, None)  # it begins anew
         elif isinstance(message, wire.StepDone):
             self._span(worker, "train", message.metrics.get("timing/step_s", 0.0), f"s{message.step}")
         elif isinstance(message, wire.VersionReady):

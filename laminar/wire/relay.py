@@ -61,6 +61,33 @@ class LinkSlow(Message, frozen=True, kw_only=True):
     epoch: int
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """A version on its way over a link."""
+
+    version: Version
+    num_bytes: int
+    """That are there."""
+    total_bytes: int
+
+
+class RelayReport(Message, frozen=True, kw_only=True):
+    """How it goes; for people, at most once a second and only when something has changed."""
+
+    transport: str = ""
+    """Its name, and what its links really move bytes over; empty = it takes part in no chain."""
+    sent_bytes: int = 0
+    """Of versions, sent downstream so far."""
+    wire_bytes: int = 0
+    """What went over the wire for them: less, with deltas."""
+    receiving: Progress | None = None
+    """The version that comes from upstream."""
+    sending: Progress | None = None
+    """The version that goes downstream, and what was sent of it."""
+    kept: list[Version] = []
+    """Old versions that it has as deltas, oldest first."""
+    kept_bytes: int = 0
+
+
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """A relay to connect to."""
 
@@ -87,5 +114,5 @@ class RetainVersions(Message, frozen=True, kw_only=True):
     versions: list[Version]
 
 
-FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken | LinkSlow
+FromRelay = RelayReady | VersionReady | VersionHeld | VersionLost | VersionDropped | LinkBroken | LinkSlow | RelayReport
 ToRelay = ArrangeChain | RetainVersions

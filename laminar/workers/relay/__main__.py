@@ -19,7 +19,17 @@ import structlog
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.logs import Lossy
-from laminar.wire import ArrangeChain, LinkBroken, LinkSlow, RelayReady, RetainVersions, Stop, VersionLost, WorkerFailed
+from laminar.wire import (
+    ArrangeChain,
+    LinkBroken,
+    LinkSlow,
+    RelayReady,
+    RelayReport,
+    RetainVersions,
+    Stop,
+    VersionLost,
+    WorkerFailed,
+)
 from laminar.workers.link import Link
 from laminar.workers.relay import paths
 from laminar.workers.relay.chain import Place
@@ -31,6 +41,7 @@ from laminar.workers.transport import RDMA, STREAMS_MAX, TRANSPORTS, make_transp
 
 log = structlog.get_logger("laminar.relay")
 
+REPORT_S = 1.0  # for people
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -180,12 +191,30 @@ async def _until_told_to_stop(link: Link, server: RelayServer, arguments: argpar
             lambda peer, epoch: link.send(LinkSlow(peer=peer, epoch=epoch)),
         )
         server.versions.on_unusable = lambda reason: link.send(WorkerFailed(reason=reason))
+    reporting = asyncio.create_task(_report(link, server), name="report")
+    try:
+        await _obey(link, server, host, port)
+    finally:
+        reporting.cancel()
+
+
+async def _obey(link: Link, server: RelayServer, host: str, port: int) -> None:
     link.send(RelayReady(directory=str(server.directory), chain_port=port, chain_host=host))
     while not isinstance(order := await link.receive(), Stop):
         if isinstance(order, ArrangeChain):
             server.arrange(order.epoch, order.upstream, order.downstream, order.num_relays)
         elif isinstance(order, RetainVersions):
             server.versions.old.want(order.versions)
+
+
+async def _report(link: Link, server: RelayServer) -> None:
+    told = RelayReport()
+    while True:
+        await asyncio.sleep(REPORT_S)
+        report = server.report()
+        if report != told and link.connected:
+            link.send(report)
+            told = report
 
 
 async def _serve(server: RelayServer, until: Callable[[], Awaitable[object]]) -> None:

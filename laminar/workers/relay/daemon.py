@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import structlog
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
-from laminar.wire import Neighbour
+from laminar.wire import Neighbour, Progress, RelayReport
 from laminar.workers.relay import protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
@@ -110,6 +111,22 @@ class RelayServer:
         if self._chain is None:
             raise RelayError("this relay takes part in no chain: start it with --listen")
         self._chain.arrange(epoch, upstream, downstream, num_relays)
+
+    def report(self) -> RelayReport:
+        """What people may want to see of it in the controller."""
+        old = self.versions.old
+        kept = RelayReport(kept=[kept.version for kept in old.kept], kept_bytes=old.num_bytes)
+        if self._chain is None:
+            return kept
+        chain, sent = self._chain_status(self._chain), self._chain.sent
+        return msgspec.structs.replace(
+            kept,
+            transport=chain.transport,
+            sent_bytes=sent.version_bytes,
+            wire_bytes=sent.wire_bytes,
+            receiving=chain.incoming,
+            sending=chain.outgoing,
+        )
 
     # ---- connections
 
@@ -320,8 +337,8 @@ class RelayServer:
             log.error("relay_task_failed", task=task.get_name(), exc_info=error)
 
 
-def _progress(flow: Flow, num_bytes: int) -> protocol.Progress:
-    return protocol.Progress(version=flow.version, num_bytes=num_bytes, total_bytes=flow.num_bytes)
+def _progress(flow: Flow, num_bytes: int) -> Progress:
+    return Progress(version=flow.version, num_bytes=num_bytes, total_bytes=flow.num_bytes)
 
 
 def _old_status(old: OldVersions) -> protocol.OldStatus:

@@ -256,9 +256,10 @@ class OldVersions:
             log.info("relay_version_kept", version=str(new.version), base=str(new.base), bytes=new.num_bytes)
 
     def _refuse(self, version: Version, reason: str) -> None:
+        tell = log.info if self.refusals else log.warning  # at a high learning rate it is so with every version
+        tell("relay_version_not_kept", version=str(version), reason=reason)
         self._refused[version] = None
         self.refusals.append(f"{version}: {reason}")
-        log.warning("relay_version_not_kept", version=str(version), reason=reason)
 
     def _forget(self, version: Version) -> None:
         self._kept.pop(version, None)

@@ -10,7 +10,7 @@ import msgspec
 
 from laminar.errors import LaminarError, ProtocolError
 from laminar.ids import Version
-from laminar.wire import Neighbour
+from laminar.wire import Neighbour, Progress
 from laminar.workers.canary import Canary
 from laminar.workers.relay.manifest import Manifest
 
@@ -148,15 +148,6 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_leases: int
     num_writers: int
     """Ranks that began and have not committed."""
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A version on its way over a link."""
-
-    version: Version
-    num_bytes: int
-    """That are there."""
-    total_bytes: int
 
 
 class ChainStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,16 +1,19 @@
 """What is done to a run. Each harm is a context manager: it strikes on entry and is undone on exit, however that comes about."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -19,7 +22,7 @@ from laminar.errors import LaminarError
 
 SLICE_S = 0.1  # of a slowed process: short enough for links between relays, which break after half a second
 STOPPED_SHARE = 0.8
-KEEP_STOPPED_S = 0.4  # for frames of every worker to gather unread: it beats and flushes in less
+SO_ATTACH_FILTER, BPF_RET, SYS_PIDFD_GETFD = 26, 0x06, 438  # Linux, the same on all its architectures but the oldest
 FILL_BYTES = (1 << 20, 512)  # in large pieces first; a tail smaller than the last fits nobody's page
 LIMIT_S = 10.0
 FLIPPED_BYTES = 64
@@ -74,49 +77,98 @@ def slowed(found: list[psutil.Process]) -> Iterator[None]:
 # ---- connections -------------------------------------------------------------------------------------------
 
 
-def connections(process: psutil.Process, port: int) -> list[tuple[str, int, str, int]]:
-    """(own address, own port, peer's address, peer's port) of its connections to a port."""
+class Connection(NamedTuple):
+    """One end of a TCP connection."""
+
+    pid: int
+    descriptor: int
+    own: tuple[str, int]
+    peer: tuple[str, int]
+
+    @property
+    def ends(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Which connection it is, seen from here."""
+        return self.own, self.peer
+
+
+def connections(process: psutil.Process, port: int, *, served: bool = False) -> list[Connection]:
+    """Of a process to a port, or, if they are `served`, at a port of its own."""
     try:
         found = process.net_connections("tcp")
     except psutil.Error:
         return []
-    return [(*c.laddr, *c.raddr) for c in found if c.status == psutil.CONN_ESTABLISHED and c.raddr.port == port]
+    made = [
+        Connection(process.pid, c.fd, tuple(c.laddr), tuple(c.raddr))
+        for c in found
+        if c.status == psutil.CONN_ESTABLISHED
+    ]
+    return [each for each in made if (each.own if served else each.peer)[1] == port]
 
 
-def destroy(sockets: list[tuple[str, int, str, int]]) -> None:
-    """Abort connections from this end, whatever is in their buffers. Raises Impossible if the kernel does not do that."""
+def destroy(found: list[Connection]) -> None:
+    """Abort connections from this end. Raises Impossible if the kernel does not do that."""
     if shutil.which("ss") is None:
         raise Impossible("ss is missing (iproute2)")
-    for own, own_port, peer, peer_port in sockets:
-        ends = ["src", own, "sport", "=", f":{own_port}", "dst", peer, "dport", "=", f":{peer_port}"]
+    for each in found:
+        (own, own_port), (peer, peer_port) = each.ends
+        which = ["src", own, "sport", "=", f":{own_port}", "dst", peer, "dport", "=", f":{peer_port}"]
         done = subprocess.run(
-            ["ss", "--no-header", "-K", "-t", *ends], capture_output=True, text=True, timeout=LIMIT_S, check=False
+            ["ss", "--no-header", "-K", "-t", *which], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         if done.returncode or f":{own_port}" not in done.stdout:
-            why = done.stderr.strip() or "it needs root and a kernel with CONFIG_INET_DIAG_DESTROY"
+            why = done.stderr.strip() or "it is gone, or the kernel lacks CONFIG_INET_DIAG_DESTROY, or this is not root"
             raise Impossible(f"ss -K destroyed nothing: {why}")
+
+
+def deafen(connection: Connection) -> None:
+    """From now on the kernel drops every packet that comes for this end, without a word to either side. Raises Impossible."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RET, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    try:
+        with contextlib.closing(_socket_of(connection)) as end:
+            end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    except OSError as error:
+        raise Impossible(f"packets for pid {connection.pid} cannot be dropped: {error.strerror}") from error
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """Another descriptor for a socket of another process. Raises OSError."""
+    process = os.pidfd_open(connection.pid)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        descriptor = library.syscall(SYS_PIDFD_GETFD, process, connection.descriptor, 0)
+        if descriptor < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return socket.socket(fileno=descriptor)
+    finally:
+        os.close(process)
 
 
 @contextlib.contextmanager
 def cut(process: psutil.Process, port: int) -> Iterator[None]:
     """The worker's connections to the controller break."""
-    sockets = connections(process, port)
-    if not sockets:
-        raise Impossible(f"pid {process.pid} has no connection to port {port} now")
-    destroy(sockets)
+    destroy(_some(connections(process, port), process, port))
     yield
 
 
 @contextlib.contextmanager
 def frames_dropped(process: psutil.Process, controller: psutil.Process, port: int) -> Iterator[None]:
-    """What the worker has sent and the controller has not read is destroyed: it stands still while frames gather."""
-    sockets = [(peer, peer_port, own, own_port) for own, own_port, peer, peer_port in connections(process, port)]
-    if not sockets:
-        raise Impossible(f"pid {process.pid} has no connection to port {port} now")
-    with stopped([controller]):
-        time.sleep(KEEP_STOPPED_S)
-        destroy(sockets)
-    yield
+    """What the worker says is lost on its way, until its connections break: it has to say that again."""
+    wanted = [each.ends for each in _some(connections(process, port), process, port)]
+    found = [each for each in connections(controller, port, served=True) if (each.peer, each.own) in wanted]
+    for each in _some(found, controller, port):
+        deafen(each)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Impossible):  # the controller may have given a silent one up
+            destroy(found)
+
+
+def _some(found: list[Connection], process: psutil.Process, port: int) -> list[Connection]:
+    if not found:
+        raise Impossible(f"pid {process.pid} has no connection at port {port} now")
+    return found
 
 
 # ---- disk --------------------------------------------------------------------------------------------------

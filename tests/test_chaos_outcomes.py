@@ -133,6 +133,7 @@ def test_steps_that_are_done_again_are_a_finding_unless_the_trainer_was_struck(t
     script.send(events.TimerFired(), after=2.0)
     script.rank(incarnation=2)
     script.ready(script.all(actions.PublishVersion)[-1].version)
+    script.at += 10.0
     script.step_done()
     run = tmp_path / "trainer"
     script.send(events.StopRequested(reason="over"), after=60.0)
@@ -141,6 +142,9 @@ def test_steps_that_are_done_again_are_a_finding_unless_the_trainer_was_struck(t
     assert (outcome.num_redone, outcome.problems) == (1, [])
     outcome = judged(script, leave(script, tmp_path / "other", strike("cut", "trainer-0/0", struck))).faults[0]
     assert any("1 train steps were done again" in problem for problem in outcome.problems)
+    later = msgspec.structs.replace(strike("slow", "controller", script.at - 0.5), number=2, workers=[])
+    outcome = judged(script, leave(script, tmp_path / "later", fault, later)).faults[1]
+    assert outcome.num_redone == 0, "what the trainer does again after its restart is the doing of what had struck it"
 
 
 def test_received_tokens_that_are_dropped_are_held_against_what_the_fault_may_cost(tmp_path: Path) -> None:

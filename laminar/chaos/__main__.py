@@ -35,6 +35,7 @@ from laminar.workers.relay import paths
 RESTARTS = 1000  # no limit in the way: a loop of crashes would show as a fault from which the run does not recover
 STEPS = 1_000_000
 CHECKPOINT_EVERY = 10
+EXIT_INTERRUPTED = 130
 LEFT_S = 15.0  # for the last processes to go
 EPILOG = """\
 examples:
@@ -61,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     except LaminarError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # outside a run: nothing is to be undone
+        return EXIT_INTERRUPTED
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

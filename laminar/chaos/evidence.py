@@ -98,8 +98,12 @@ class Evidence:
         self.drawn: dict[TrajectoryId, GroupId] = {}
         self.prompts: dict[GroupId, int] = {}
         self.trained: list[Trained] = []
+        self.restored: list[tuple[float, int]] = []
+        """(at, branch) of each time that the trainer began, or began again."""
         self.dropped: list[Dropped] = []
         self.lost: list[Lost] = []
+        self.ended_at = float("inf")
+        """When the run was told to stop, or was over."""
         self.received: list[tuple[float, int]] = [(0.0, 0)]
         """(at, response tokens received up to then)"""
         self.core = self._core()
@@ -136,13 +140,17 @@ class Evidence:
         before = {reason: (state.ledger.trajectories.dropped.get(reason, 0), n) for reason, n in _dropped(self.core)}
         if isinstance(event, events.ReplicaReported):
             self._check_versions(event)
+        if isinstance(event, events.StopRequested):
+            self.ended_at = min(self.ended_at, event.at)
         for action in self.core.handle(event):
             self._note(event, action)
         self._count(event, before)
+        branch = state.trainer.branch
+        if branch >= 0 and (not self.restored or self.restored[-1][1] != branch):
+            self.restored.append((event.at, branch))
         if isinstance(event, events.StepFinished):
             step = state.steps.get(event.step)
             if step is not None and step.done and step.attempt == event.attempt:
-                branch = max(0, state.trainer.branch)
                 self.trained.append(Trained(event.at, step.step, step.attempt, branch, tuple(step.groups)))
 
     def _check_versions(self, event: events.ReplicaReported) -> None:
@@ -171,6 +179,8 @@ class Evidence:
             self.recorded |= {trajectory.id: _row(trajectory) for trajectory in action.trajectories}
         elif isinstance(action, actions.StopWorker) and action.lost:
             self.lost.append(Lost(event.at, action.worker, action.reason))
+        elif isinstance(action, actions.FinishRun):
+            self.ended_at = min(self.ended_at, event.at)
         elif isinstance(action, actions.RaiseAlarm) and action.name == "trainer-lost":
             self.lost.append(Lost(event.at, str(self.core.state.trainer.launch), action.text))
 

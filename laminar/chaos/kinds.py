@@ -144,6 +144,6 @@ _ALL = (
     Kind(name="corrupt", what="bytes of it are flipped", role="version", cost="that version, which nobody may use",
          must_be_noticed=False),
     Kind(name="partition", what="its interfaces go down, then up", role="host", lasts_s=(1, 6), outlasts=True,
-         may_lose=("rollout", "relay", "trainer"), cost=_SINCE_FLUSH, allowed=_ROLLOUT_LOST),
+         may_lose=("rollout", "relay", "trainer"), must_be_noticed=False, cost=_SINCE_FLUSH, allowed=_ROLLOUT_LOST),
 )  # fmt: skip
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

@@ -8,7 +8,6 @@ from laminar.chaos.evidence import Evidence
 from laminar.chaos.journal import Strike
 from laminar.chaos.kinds import KINDS, OF_FAULTS
 from laminar.chaos.signs import Watch, part_of
-from laminar.core import events
 
 BEFORE_S = 20.0  # of which the usual rate of generation is taken
 AFTERWARDS_S = 5.0  # in which what a fault did may still count as its doing: a process that ends late, a second silence
@@ -32,7 +31,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     """Received and dropped, by reason."""
     lost_trajectories: int = 0
     num_redone: int = 0
-    """Train steps that were done again."""
+    """Train steps that were done again, because the trainer was restored meanwhile."""
     num_steps: int = 0
     """That ended from the strike to the recovery."""
     generation: float | None = None
@@ -102,9 +101,9 @@ def _weigh(evidence: Evidence, watch: Watch, outcome: Outcome) -> None:
             outcome.lost_tokens[dropped.reason] = outcome.lost_tokens.get(dropped.reason, 0) + dropped.tokens
             outcome.lost_trajectories += dropped.trajectories
     until = watch.recovered_at or watch.strike.until
-    steps = [step for step in evidence.trained if begin <= step.at <= end]
-    outcome.num_redone = sum(step.attempt > 1 for step in steps)
-    outcome.num_steps = sum(step.at <= until for step in steps)
+    outcome.num_steps = sum(begin <= step.at <= until for step in evidence.trained)
+    branches = {branch for at, branch in evidence.restored if begin <= at <= end}
+    outcome.num_redone = sum(step.attempt > 1 and step.branch in branches for step in evidence.trained)
     before = _tokens(evidence, begin - BEFORE_S, begin) / BEFORE_S
     if before > 0 and until > begin and len(evidence.received) > 1 and evidence.received[1][0] < begin - BEFORE_S:
         outcome.generation = _tokens(evidence, begin, until) / (until - begin) / before
@@ -144,10 +143,9 @@ def _problems(watch: Watch, outcome: Outcome, beside: list[Watch]) -> list[str]:
 def unexplained(evidence: Evidence, strikes: list[Strike]) -> list[str]:
     """Workers that were lost while no fault was at work."""
     spans = [window(_followed(evidence, strike)) for strike in strikes if not strike.skipped]
-    ended = [event.at for event in evidence.tables.events if isinstance(event, events.StopRequested)]
     return [
         f"{loss.worker} was lost {loss.at - evidence.tables.events[0].at:.1f} s after the start, while no fault was at work: "
         f"{loss.reason.splitlines()[0]}"
         for loss in evidence.lost
-        if not any(begin <= loss.at <= end for begin, end in spans) and not any(loss.at >= at for at in ended)
+        if loss.at < evidence.ended_at and not any(begin <= loss.at <= end for begin, end in spans)
     ]

@@ -125,7 +125,7 @@ class Trial:
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the second Ctrl-C is for it, too
                 continue
         if not self.is_over:
             self._process.kill()

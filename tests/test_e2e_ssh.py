@@ -15,7 +15,8 @@ from laminar.core import events
 
 pytestmark = pytest.mark.timeout(300)
 
-PATIENT = ("controller.orphan_timeout_s=60", "controller.heartbeat_timeout_s=40")
+PATIENT = ("controller.orphan_timeout_s=120", "controller.heartbeat_timeout_s=60")
+JOINED = "SELECT count(*) FROM events WHERE kind = 'ReplicaJoined'"
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def test_a_run_on_other_machines_mends_itself_survives_its_controller_and_leaves
         run.kill_worker("laminar.workers.rollout")
         run.until_said(r"^rollout-0 is started again")
         run.until(lambda: steps(run) and steps(run)[-1] > steps_when_told(run))
+        run.until(lambda: run.query(JOINED) == [(2,)])
         workers = pids(machines)
         controller(run).kill()
         run.wait()

@@ -239,6 +239,15 @@ async def test_a_controller_that_sends_only_nonsense_is_given_up(end: Controller
     await link.close()
 
 
+async def test_a_worker_whose_controller_dies_before_it_has_answered_waits_for_another_as_long_as_is_configured(
+    end: ControllerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.ORPHAN_VARIABLE, "0.3")
+    await end.stop()
+    with pytest.raises(Orphaned, match=r"no controller at .* for 0\.3 s"):
+        await make_link(end).connect()
+
+
 async def test_a_worker_that_hears_its_controller_says_so_to_its_supervisor(
     end: ControllerEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,9 +48,10 @@ class Crew:
     ) -> None:
         self._config, self._hosts, self._run, self._resume, self._found = config, hosts, run, resume, found
         self._runtime, self._channels, self._joined, self._say = runtime, channels, joined, say
-        rendezvous = {wire.RENDEZVOUS_VARIABLE: str(run.url)}
-        survive_s = config.controller.heartbeat_timeout_s + config.controller.orphan_timeout_s
-        self.launcher = Launcher(run.logs, token, self._on_exit, rendezvous, survive_s, channels.boot)
+        orphan_timeout_s = config.controller.orphan_timeout_s
+        environment = {wire.RENDEZVOUS_VARIABLE: str(run.url), wire.ORPHAN_VARIABLE: f"{orphan_timeout_s:g}"}
+        survive_s = config.controller.heartbeat_timeout_s + orphan_timeout_s
+        self.launcher = Launcher(run.logs, token, self._on_exit, environment, survive_s, channels.boot)
         self.processes: dict[str, Process] = {}
 
     # ---- start ---------------------------------------------------------------------------------------------

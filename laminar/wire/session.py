@@ -31,6 +31,10 @@ HOST_RENDEZVOUS_VARIABLE = "LAMINAR_HOST_RENDEZVOUS"
 it as long as it hears from its controller."""
 
 
+ORPHAN_VARIABLE = "LAMINAR_ORPHAN_TIMEOUT_S"
+"""Environment variable with `controller.orphan_timeout_s`, for a worker whose controller dies before it has answered."""
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """First frame of a worker, on every (re)connect."""
 

@@ -57,7 +57,7 @@ class Link:
     """A reliable channel to the controller at `url` (``http://host:port``).
 
     `token` defaults to the environment variable LAMINAR_TOKEN. `orphan_timeout_s` defaults to the controller's
-    configuration once that is known. Use from one event loop only.
+    configuration, before that is known to what its launcher says. Use from one event loop only.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Link:
         self._worker, self._role = worker, role
         self._token = os.environ.get("LAMINAR_TOKEN", "") if token is None else token
         self._orphan_timeout_s = orphan_timeout_s
-        self._timings = ControllerConfig()
+        default_s = ControllerConfig().orphan_timeout_s
+        self._timings = ControllerConfig(orphan_timeout_s=float(os.environ.get(wire.ORPHAN_VARIABLE, default_s)))
         self._incarnation = max(int(time.time() * 1000), int(os.environ.get(wire.INCARNATION_VARIABLE, "0")))
         self._boot = 0
         self._session = Session(wire.WorkerEnvelope)

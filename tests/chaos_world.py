@@ -11,7 +11,7 @@ from laminar import __version__
 from laminar.chaos.evidence import Row
 from laminar.chaos.journal import Journal, Strike
 from laminar.chaos.report import Report, make
-from laminar.controller.eventlog import SCHEMA
+from laminar.controller.schema import SCHEMA
 from laminar.core import actions, events
 from tests.core_world import Driver, World, settings
 

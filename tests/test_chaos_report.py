@@ -135,6 +135,9 @@ def test_what_is_no_run_with_faults_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no faults were injected there"):
         judged(world, tmp_path)
     run = leave(world, tmp_path / "run")
+    doctor(run, "DELETE FROM events WHERE seq < 9")
+    with pytest.raises(ConfigError, match=r"the first 8 events have left the log \(log.max_mib\)"):
+        judged(world, run)
     doctor(run, "UPDATE boots SET code = '0.0.0'")
     with pytest.raises(ConfigError, match=r"made by Laminar 0\.0\.0"):
         judged(world, run)

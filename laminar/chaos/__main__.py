@@ -219,6 +219,7 @@ def _command(
         "relay.restarts": RESTARTS,
         "trainer.restarts": RESTARTS,
         "controller.console": "plain",
+        "log.max_mib": 0,
     }
     if not config.trainer.checkpoint_every:
         wanted["trainer.checkpoint_every"] = CHECKPOINT_EVERY

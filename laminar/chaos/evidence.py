@@ -237,9 +237,14 @@ def _tables(database: sqlite3.Connection, boots: list[tuple[Any, ...]]) -> Table
     for step, name, value in database.execute("SELECT step, name, value FROM metrics ORDER BY step"):
         metrics.setdefault(name, {})[step] = value
     log = database.execute("SELECT body FROM events WHERE boot >= ? ORDER BY boot, seq", (first,))
+    found = [msgspec.msgpack.decode(body, type=events.AnyEvent) for (body,) in log]
+    if found and found[0].seq > 1:
+        raise ConfigError(
+            f"the first {found[0].seq - 1} events have left the log (log.max_mib): a run is judged from its first event on"
+        )
     return Tables(
         boots=boots,
-        events=[msgspec.msgpack.decode(body, type=events.AnyEvent) for (body,) in log],
+        events=found,
         rows={row[0]: Row(*row) for row in database.execute(f"SELECT {_COLUMNS} FROM trajectories")},
         versions=database.execute("SELECT step, branch, digest FROM versions").fetchall(),
         metrics=metrics,

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import AsyncIterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import aiohttp
@@ -15,7 +17,7 @@ import psutil
 import pytest
 
 from laminar.errors import StartError
-from laminar.workers.engines import vllm_server
+from laminar.workers.engines import vllm_server, vllm_shm
 from laminar.workers.engines.vllm_server import AttachedServer, OwnServer, last_lines
 
 pytestmark = pytest.mark.timeout(90)
@@ -46,6 +48,10 @@ def processes(server: OwnServer) -> list[psutil.Process]:
             if os.getpgid(process.pid) == server._process.pid and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()
 
 
 async def healthy(server: OwnServer) -> bool:
@@ -137,6 +143,38 @@ async def test_the_death_of_a_server_is_told_with_its_last_lines_and_takes_its_c
         assert text.startswith("vLLM ended by itself (ended by signal 9); its last lines")
         assert "fake vllm" in text
         assert processes(server) == []
+
+
+async def test_a_server_that_is_killed_with_all_its_processes_leaves_no_shared_memory(tmp_path: Path) -> None:
+    async with own_server(tmp_path, LAMINAR_FAKE_SHARES="1") as server:
+        assert server._process is not None
+        (left,) = vllm_shm.mapped_by([server._process.pid])
+        assert exists(left)
+        os.killpg(server._process.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await server.until_ended()
+        assert not exists(left)
+
+
+def test_what_servers_of_killed_workers_left_is_removed_unless_a_process_maps_it() -> None:
+    ours = SharedMemory(create=True, size=1 << 12)
+    left = Path(f"/dev/shm/psm_{uuid.uuid4().hex[:8]}")
+    other = Path(f"/dev/shm/{uuid.uuid4().hex}")
+    dead = Path(tempfile.mkdtemp(prefix=f"{vllm_server.PREFIX}{2**22 + 1}-"))
+    try:
+        left.write_bytes(b"x")
+        other.write_bytes(b"x")
+        (dead / vllm_server.SHARED_NAME).write_text(
+            f"{left}\n/dev/shm/{ours.name}\n{other}\n/dev/shm/psm_/../{other.name}"
+        )
+        vllm_server._sweep()
+        assert (left.exists(), Path(f"/dev/shm/{ours.name}").exists(), other.exists()) == (False, True, True)
+        assert not dead.exists()
+    finally:
+        ours.close()
+        ours.unlink()
+        left.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
 
 
 async def test_a_server_ends_with_the_worker_that_started_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import msgspec
@@ -116,6 +117,7 @@ class FakeVllm:
 def main() -> None:
     """As a program: `LAMINAR_FAKE` holds a behaviour, `LAMINAR_FAKE_TAKEN` a file: while it exists, the port is taken."""
     print("fake vllm", *sys.argv[1:], flush=True)
+    shared = SharedMemory(create=True, size=1 << 12) if "LAMINAR_FAKE_SHARES" in os.environ else None
     taken = os.environ.get("LAMINAR_FAKE_TAKEN")
     if taken and Path(taken).exists():
         Path(taken).unlink()
@@ -131,6 +133,7 @@ def main() -> None:
         sys.exit(2)
     fake = FakeVllm(msgspec.json.decode(os.environ.get("LAMINAR_FAKE", "{}"), type=Behaviour))
     web.run_app(fake.app, path=sys.argv[sys.argv.index("--uds") + 1], print=None, handle_signals=False)
+    del shared
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ An own server listens on a Unix socket in a directory that only this user may en
 else can ask it. It and its children form one process group, in the session of the server.
 
 Invariants:
-* After `stop`, and after `until_ended` has returned, no process of the group is alive.
+* After `stop`, and after `until_ended` has returned, no process of the group is alive, and nothing of it is in /dev/shm.
 * A worker that dies without `stop` takes its server with it (PR_SET_PDEATHSIG).
 * Whatever fails, the message ends with what the server itself wrote last.
 """
@@ -26,6 +26,7 @@ import psutil
 import structlog
 
 from laminar.errors import StartError
+from laminar.workers.engines import vllm_shm
 
 START_SHARE = 0.9  # of the time that the controller waits: the reason is to come from here, with the last lines
 HEALTH_S = 0.25
@@ -43,6 +44,7 @@ SICK_MAX = 3  # answers in a row by which an attached server counts as gone
 SICK_S = 5.0
 ADDRESS_TAKEN = "address already in use"
 PREFIX = "laminar-vllm-"
+SHARED_NAME = "shared"
 KEEPALIVE_S = 2.0  # the server closes a connection that was idle for 5 s, perhaps while a request is written to it
 
 log = structlog.get_logger("laminar.vllm")
@@ -68,6 +70,8 @@ class OwnServer:
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._log_from, self._socket = 0, ""
+        self._shared: set[str] = set()
+        """What its processes have in /dev/shm, as far as it was seen."""
 
     def connector(self) -> aiohttp.BaseConnector:
         return aiohttp.UnixConnector(path=self._socket, limit=0, keepalive_timeout=KEEPALIVE_S)
@@ -80,6 +84,7 @@ class OwnServer:
             self._socket = str(self._directory / f"server-{number}")  # vLLM leaves its socket behind, and refuses one
             await self._launch()
             if await self._is_up():
+                self._note_shared()
                 return
             if ADDRESS_TAKEN not in self._output().lower():
                 break
@@ -156,10 +161,20 @@ class OwnServer:
 
     async def _kill_group(self) -> None:
         assert self._process is not None
+        self._note_shared()
         deadline = time.monotonic() + KILLED_S
         while _signal_group(self._process.pid, signal.SIGKILL) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(KILLED_LOOK_S)
         await self._process.wait()
+        vllm_shm.remove(self._shared)
+
+    def _note_shared(self) -> None:
+        """Here, and where it is found after this worker was killed."""
+        assert self._process is not None
+        assert self._directory is not None
+        self._shared |= vllm_shm.mapped_by(_group(self._process.pid))
+        with contextlib.suppress(OSError):  # a full disk; what is left is small
+            (self._directory / SHARED_NAME).write_text("\n".join(self._shared))
 
     def _output(self) -> str:
         """What it wrote since it was last started."""
@@ -228,14 +243,26 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     return heard
 
 
+def _group(group: int) -> list[int]:
+    """Pids of its processes."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                found.append(pid)
+    return found
+
+
 def _end_with_parent() -> None:
     """In the new process: SIGTERM comes when the worker has died."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _sweep() -> None:
-    """Remove the socket directories of workers that were killed."""
+    """Remove the socket directories of workers that were killed, and what their servers left in /dev/shm."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(OSError):  # there is none, or it is somebody else's
+                vllm_shm.remove(set((path / SHARED_NAME).read_text().split()))
             shutil.rmtree(path, ignore_errors=True)

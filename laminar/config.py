@@ -217,7 +217,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute dtype; `auto` = bf16 on a GPU, fp32 on a CPU. Master weights and reductions are fp32."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = only at the end and on a stop."""
+    """Steps between checkpoints; 0 = only at the end and on a stop. Training goes on while one is written; if the next becomes due
+    meanwhile, it is made after the step in which the first is complete."""
     restarts: int = 0
     """A trainer that is lost is started again from its newest checkpoint this often without a further checkpoint in between, while
     rollouts go on; the steps since are redone: all of them if there is no checkpoint yet (`checkpoint_every`). 0 = the run ends."""
@@ -225,7 +226,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """A train step, or a checkpoint, that takes longer means that the trainer hangs: it is lost, see `restarts`; 0 = it may take
     for ever. Longer than the first step, which may compile."""
     keep_last: int = 2
-    """Older checkpoints are deleted."""
+    """Checkpoints before the last few are deleted. 1 leaves none to fall back to, should the newest turn out damaged."""
+    keep_every: int = 0
+    """Of every so many steps, the first checkpoint is kept for good, for evaluation, say; 0 = none."""
 
 
 class RelayConfig(Section, frozen=True, kw_only=True):

@@ -64,6 +64,7 @@ _LEAST: dict[str, int] = {
     "rollout.length_floor_p99": 0,
     "buffer.max_groups": 0,
     "trainer.checkpoint_every": 0,
+    "trainer.keep_every": 0,
     "trainer.restarts": 0,
     "trainer.step_timeout_s": 0,
     "controller.stall_after_s": 0,
@@ -198,6 +199,11 @@ def _trainer_rules(c: Config) -> _Rules:
             f"trainer.mini_batches = {c.trainer.mini_batches}: between 1 and trainer.batch_prompts = {c.trainer.batch_prompts}",
         ),
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
+        (
+            c.trainer.keep_every > 0 and not c.trainer.checkpoint_every,
+            f"trainer.keep_every = {c.trainer.keep_every} means nothing without checkpoints on the way:"
+            " set trainer.checkpoint_every",
+        ),
     ]
 
 

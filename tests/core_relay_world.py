@@ -1,6 +1,7 @@
 """The seeded world of `core_world` with a relay on every host: they fill each other, recycle slots, die, and lose links."""
 
 from functools import partial
+from typing import Any
 
 from core_world import World
 
@@ -50,7 +51,9 @@ class RelayWorld(World):
     def join(self, name: str, incarnation: int = 1, requests: int = 64, host: str = "") -> list[actions.AnyAction]:
         return super().join(name, incarnation, requests, f"h{int(name[1:]) % self.num_hosts}")
 
-    def rank(self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0) -> list[actions.AnyAction]:
+    def rank(
+        self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0, **restored: Any
+    ) -> list[actions.AnyAction]:
         """All ranks of a launch, one per trainer host."""
         out: list[actions.AnyAction] = []
         for number in range(self.num_trainer_hosts):
@@ -61,6 +64,7 @@ class RelayWorld(World):
                 world_size=self.num_trainer_hosts,
                 step=step,
                 host=f"h{number}",
+                **restored,
             )
             out += self.send(event)
         return out

@@ -75,7 +75,9 @@ class Driver:
         """Another relay has received the version."""
         return self.send(events.VersionHeld(worker=WorkerId(relay), version=version, digest=f"d{version}"))
 
-    def rank(self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0) -> list[actions.AnyAction]:
+    def rank(
+        self, rank: int = 0, incarnation: int = 1, world_size: int = 1, step: int = 0, **restored: Any
+    ) -> list[actions.AnyAction]:
         return self.send(
             events.TrainerRankReady(
                 worker=WorkerId(f"trainer-0/{rank}"),
@@ -83,6 +85,7 @@ class Driver:
                 rank=rank,
                 world_size=world_size,
                 step=step,
+                **restored,
             )
         )
 
@@ -231,6 +234,13 @@ class World(Driver):
         """Incarnation of the trainer's present launch; what an older one had to say is never said."""
         self.checkpoint = 0
         """Newest complete checkpoint on disk."""
+        self.saves: dict[int, bytes] = {}
+        """What the controller put into each checkpoint on disk."""
+        self.checkpoints_break = False
+        """Now and then the newest checkpoint cannot be restored, and an older one is, if there is one."""
+        self.attempted: dict[tuple[int, int], None] = {}
+        self.lost_rows: list[tuple[int, ...]] = []
+        """What steps had trained that were lost with their checkpoints."""
         self.hung: dict[WorkerId, int] = {}
         """Incarnations whose engine answers and does not generate any more."""
         self.operator = False
@@ -365,7 +375,7 @@ class World(Driver):
         trainer, launch = self.core.state.trainer, self.launch
         self.launch += 1
         if trainer.saving >= 0 and self.random.random() < 0.5:
-            self.checkpoint = trainer.saving  # complete, but nobody heard of it
+            self._save(trainer.saving)  # complete, but nobody heard of it
         return self.send(events.WorkerLost(worker=WorkerId("trainer-0/0"), incarnation=launch, reason="killed"))
 
     def _of_launch(self, event: events.AnyEvent) -> None:
@@ -376,7 +386,7 @@ class World(Driver):
             if launch != self.launch:
                 return []
             if isinstance(event, events.CheckpointSaved):
-                self.checkpoint = event.step
+                self._save(event.step)
             return self.send(event)
 
         self.pending.append(say)
@@ -386,7 +396,36 @@ class World(Driver):
             event = events.WorkerLost(worker=launch, incarnation=0, reason="did not start")
             self.pending.append(lambda: self.send(event))
         else:
-            self.pending.append(lambda: self.rank(incarnation=self.launch, step=self.checkpoint))
+            self.pending.append(self._restore_trainer)
+
+    def _save(self, step: int) -> None:
+        self.checkpoint = step
+        self.saves[step] = next(a.data_state for a in reversed(self.all(actions.SaveCheckpoint)) if a.step == step)
+
+    def _restore_trainer(self) -> list[actions.AnyAction]:
+        damaged = []
+        while self.checkpoints_break and len(self.saves) > 1 and self.random.random() < 0.5:
+            del self.saves[self.checkpoint]
+            damaged.append(f"step-{self.checkpoint}: damaged")
+            self.checkpoint = max(self.saves)
+        if self.core.state.trainer.ranks:
+            return []
+        self._lose_steps()
+        return self.rank(
+            incarnation=self.launch,
+            step=self.checkpoint,
+            damaged=damaged,
+            data_state=self.saves.get(self.checkpoint, b""),
+        )
+
+    def _lose_steps(self) -> None:
+        """What the core has to make of it: committed steps are lost, leased ones take their numbers."""
+        last = self.core.state.trainer.checkpoint
+        by = max(0, last - self.checkpoint)
+        self.lost_rows += [rows for step, rows in self.trained if last - by < step <= last]
+        self.trained = [
+            (step - by if step > last else step, rows) for step, rows in self.trained if not last - by < step <= last
+        ]
 
     def _wake_up(self, name: WorkerId, incarnation: int) -> list[actions.AnyAction]:
         """Half of those that hang go on some time, if they are still there."""
@@ -487,10 +526,11 @@ class World(Driver):
 
     def _on_StartTrainStep(self, action: actions.StartTrainStep) -> None:
         rows = tuple(row.trajectory for row in action.rows)
-        if action.attempt > 1:
-            undone = [trained for trained in self.trained if trained[0] == action.step]
-            assert [(action.step, rows)] == undone, "a step is redone from other groups"
-        else:
+        assert (action.step, action.attempt) not in self.attempted, "an attempt of a step was handed out twice"
+        self.attempted[action.step, action.attempt] = None
+        undone = [trained for trained in self.trained if trained[0] == action.step]
+        assert undone in ([], [(action.step, rows)]), "a step is redone from other groups"
+        if not undone:
             self.trained.append((action.step, rows))
         self._of_launch(events.StepFinished(step=action.step, attempt=action.attempt))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ssh_standin
 
+from laminar import checkpoints
 from laminar.controller.__main__ import main
 from laminar.controller.eventlog import EventLog
 from laminar.core.records import State
@@ -312,6 +313,7 @@ def resumable(shell: Shell, data_state: bytes = b"") -> Path:
     checkpoint.mkdir(parents=True)
     (run / "logs").mkdir()
     (checkpoint / "data_state.bin").write_bytes(data_state)
+    checkpoints.write_manifest(checkpoint, {"data_state.bin": checkpoints.digest(checkpoint / "data_state.bin")})
     for name in ("config.toml", "hosts.txt"):
         (run / name).write_text((shell.directory / name).read_text().replace('"', '"', 1))
     (run / "config.toml").write_text(
@@ -343,15 +345,18 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(shell: Shell) -> None:
 def test_a_checkpoint_that_is_damaged(shell: Shell) -> None:
     run = resumable(shell, data_state=b"\xc1 no data")
     shell.refused(shell.run("--resume", str(run)), "cannot resume from", "data_state.bin")
+    (run / "checkpoints" / "step-4" / "data_state.bin").write_bytes(b"\xc1 no dat")
+    words = "no checkpoint there is undamaged: step-4: data_state.bin has 8 bytes, 9 were written"
+    shell.refused(shell.run("--resume", str(run)), words)
+    assert (run / "checkpoints" / "step-4").is_dir(), "nothing is better"
 
 
 def test_a_run_that_another_controller_holds_is_left_alone(shell: Shell) -> None:
-    run = resumable(shell)
+    run = resumable(shell, data_state=data_state(State(), 4))
     log = EventLog(run / "run.db", 0.01)
     log.begin_boot(1.0, os.getpid(), "here", 0)
     (run / "token").write_text("the other controller's")
     try:
-        (run / "checkpoints" / "step-4" / "data_state.bin").write_bytes(data_state(State(), 4))
         shell.refused(shell.run("--resume", str(run)), f"in use by the controller with pid {os.getpid()}")
         assert (run / "token").read_text() == "the other controller's"
     finally:

@@ -40,7 +40,7 @@ def check_end(world: World) -> None:
     assert ledger.is_closed(state.ledger.tokens)
     assert world.all(actions.FinishRun)[-1].reason == state.finished
     assert len(world.all(actions.FinishRun)) == 1
-    trained = [t for _, rows in world.trained for t in rows]
+    trained = [t for rows in [*(rows for _, rows in world.trained), *world.lost_rows] for t in rows]
     assert len(set(trained)) == len(trained), "a trajectory was trained twice"
     for start in world.all(actions.StartTrainStep):
         for group in {row.group for row in start.rows}:
@@ -162,6 +162,7 @@ THAT_MAY_WORK = st.fixed_dictionaries(ANY_SETTINGS).filter(lambda chosen: not li
     stop_after=st.sampled_from([0, 0, 60]),
     disk_fills=st.booleans(),
     operator=st.booleans(),
+    checkpoints_break=st.booleans(),
 )
 def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_the_books(
     chosen: dict[str, Any],
@@ -174,11 +175,13 @@ def test_no_combination_of_settings_faults_and_operators_stands_still_or_breaks_
     stop_after: int,
     disk_fills: bool,
     operator: bool,
+    checkpoints_break: bool,
 ) -> None:
     batch = chosen["batch_groups"]
     buffer = {"buffer_groups_max": batch + extra_groups, "ready_groups_max": batch * ready_batches}
     run = world(settings(**(chosen | buffer)), seed, faults, replicas)
     run.stop_after, run.disk_fills, run.operator = stop_after, disk_fills, operator
+    run.checkpoints_break = checkpoints_break
     run.run()
     check_end(run)
 

@@ -435,3 +435,46 @@ def test_nothing_follows_the_end():
     later = driver.join("r5") + driver.ready(Version(1, 0)) + driver.send(events.StopRequested(reason="late"))
     assert later == []
     assert len(driver.all(actions.FinishRun)) == 1
+
+
+# ---- checkpoints are written while training goes on --------------------------------------------------------
+
+
+def saves_of(driver: Driver) -> list[int]:
+    return [action.step for action in driver.all(actions.SaveCheckpoint)]
+
+
+def test_a_checkpoint_that_becomes_due_while_another_is_written_is_made_when_that_is_complete():
+    driver = started(checkpoint_every=2, steps=12)
+    for _ in range(5):
+        one_step(driver)
+    assert saves_of(driver) == [2], "one at a time"
+    driver.saved()
+    assert driver.core.state.ledger.trajectories.committed == 4, "what was trained meanwhile is not in it"
+    one_step(driver)
+    assert saves_of(driver) == [2, 6]
+    driver.saved()
+    one_step(driver)
+    assert saves_of(driver) == [2, 6]
+
+
+def test_one_that_became_due_meanwhile_is_made_after_the_next_step_also_between_two_due_ones():
+    driver = started(checkpoint_every=2, steps=12)
+    for _ in range(4):
+        one_step(driver)
+    driver.saved()
+    one_step(driver)
+    assert saves_of(driver) == [2, 5]
+    driver.saved()
+    one_step(driver)
+    assert saves_of(driver) == [2, 5, 6]
+
+
+def test_a_checkpoint_of_the_same_step_is_made_again_after_a_restore():
+    driver = started(checkpoint_every=2, steps=12)
+    one_step(driver)
+    one_step(driver)
+    driver.restore_trainer(0)
+    driver.step_done()
+    driver.step_done()
+    assert saves_of(driver) == [2, 2]

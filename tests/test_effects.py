@@ -81,7 +81,7 @@ class World:
             log=self.log,
             tokens=self.tokens,
             prompts=PROMPTS,
-            checkpoints=directory / "checkpoints",
+            checkpoints_at=directory / "checkpoints",
             keep_last=keep_last,
             sampler=sampler,
             stop_process=self.stopped.append,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar import configfile
+from laminar import checkpoints, configfile
 from laminar.config import Config, ModelConfig, RunConfig, TaskConfig
 from laminar.controller import rundir
 from laminar.controller.eventlog import EventLog
@@ -81,7 +81,7 @@ def resumable(directory: Path, *steps: str) -> RunDirectory:
 def test_the_newest_complete_checkpoint_is_the_one_to_resume_from(tmp_path: Path) -> None:
     run = resumable(tmp_path, "step-9", "step-10", "step-11.partial", "step-", "other")
     assert rundir.reopen(run.path).last_checkpoint() == run.checkpoints / "step-10"
-    assert rundir.complete_checkpoints(run.checkpoints) == [run.checkpoints / "step-9", run.checkpoints / "step-10"]
+    assert checkpoints.complete(run.checkpoints) == [run.checkpoints / "step-9", run.checkpoints / "step-10"]
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:

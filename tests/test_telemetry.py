@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(30)
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = Settings(num_prompts=4, steps=9, group_size=2, batch_groups=2, local_batch_groups=1, buffer_groups_max=3)
-ROLLOUT = WorkerId("rollout-0")
+ROLLOUT, TRAINER = WorkerId("rollout-0"), WorkerId("trainer-0/0")
 NAME = re.compile(r"[a-z][a-z_]*(/[a-z_]+)+")
 
 STALL = wire.ShardsWritten(version=Version(4, 0), stall_s=1.0, cast_s=0.125, device_copy_s=0.25, host_copy_s=0.5)
@@ -209,6 +209,16 @@ async def test_spans_show_who_worked_when(world: World) -> None:
     assert await world.rows("SELECT step, branch, digest, num_bytes FROM versions") == [(4, 0, "abc", 12)]
 
 
+async def test_a_checkpoint_stalls_training_for_less_than_it_takes(world: World) -> None:
+    world.telemetry.on_message(TRAINER, wire.CheckpointSaved(step=4, path="", seconds=2.0, stall_s=0.25))
+    world.step_done()
+    row = world.telemetry.history[0]
+    assert (row["perf/checkpoint_stall_s"], row["perf/checkpoint_s"]) == (0.25, 2.0)
+    assert await world.rows("SELECT kind, round(end - start, 6), version FROM spans WHERE kind = 'checkpoint'") == [
+        ("checkpoint", 2.0, "s4")
+    ]
+
+
 # ---- the documentation -------------------------------------------------------------------------------------
 
 
@@ -240,6 +250,7 @@ async def test_every_metric_is_documented_and_every_documented_one_exists(world:
     )
     agents = {name.value: 1 for name in Counted}
     world.telemetry.on_message(ROLLOUT, msgspec.structs.replace(report(5, 0.1, 0.1), agents=agents))
+    world.telemetry.on_message(TRAINER, wire.CheckpointSaved(step=1, path="", seconds=1.0, stall_s=0.1))
     world.step_done()
     emitted = (set(world.telemetry.history[0]) - {"step"}) | trainers_names()
     assert len(trainers_names()) > 15

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_ranks import CPU, Batch, assert_equal_weights, make_config, make_model, run_ranks, whole_weights
+from trainer_ranks import CPU, LIMIT_S, Batch, assert_equal_weights, make_config, make_model, run_ranks, whole_weights
 from transformers import AutoModelForCausalLM
 
 from laminar.config import Config
@@ -23,8 +24,8 @@ from laminar.workers.relay.chain import Place
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.versions import Versions
-from laminar.workers.trainer.checkpoint import CheckpointError
 from laminar.workers.trainer.model import load_model
+from laminar.workers.trainer.saver import Saved
 from laminar.workers.trainer.trainer import Trainer
 from laminar.workers.transport import make_transport
 
@@ -159,21 +160,29 @@ def test_a_missing_relay_costs_the_version_and_not_the_trainer(model: str, tmp_p
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
+def begin_save(trainer: Trainer, path: Path, step: int, data_state: bytes = b"") -> list[Saved]:
+    """What will be told of it: one word when it has ended."""
+    ended: list[Saved] = []
+    trainer.begin_save(path, step=step, data_state=data_state, ended=ended.append)
+    return ended
+
+
 def train_and_save(config: Config, path: Path) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU, layer_parameters_min=0)
     batch = Batch()
     trainer.step(1, batch.rows, batch.fetch)
     saved = whole_weights(trainer)
-    trainer.save(path, step=1, data_state=b"\x00\xffstate")
+    ends = [begin_save(trainer, path, 1, b"\x00\xffstate")]
     metrics = trainer.step(2, batch.rows, batch.fetch)
-    trainer.save(path.with_name("again"), step=2, data_state=b"")
-    trainer.save(path.with_name("again"), step=2, data_state=b"second")
+    ends += [begin_save(trainer, path.with_name("again"), 2, data_state) for data_state in (b"", b"second")]
+    trainer.await_save(LIMIT_S)
+    assert [[saved.failure for saved in end] for end in ends] == [[None]] * 3
     return {"saved": saved, "weights": whole_weights(trainer), "metrics": metrics, "random": torch.rand(3).tolist()}
 
 
 def restore_and_train(config: Config, path: Path) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU)
-    data_state = trainer.restore(path)
+    data_state = trainer.restore(path).data_state
     batch = Batch()
     step = trainer.step_done
     metrics = trainer.step(2, batch.rows, batch.fetch)
@@ -210,11 +219,11 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened_on_any_nu
     assert json.loads((path / "hf" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
-def save_nowhere(config: Config, path: Path) -> str:
+def save_nowhere(config: Config, path: Path) -> str | None:
     trainer = Trainer(config, device=CPU)
-    with pytest.raises(CheckpointError) as caught:
-        trainer.save(path, step=1, data_state=b"")
-    return str(caught.value)
+    ended = begin_save(trainer, path, 1)
+    trainer.await_save(LIMIT_S)
+    return ended[0].failure
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(model: str, tmp_path: Path) -> None:
@@ -222,6 +231,65 @@ def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(model: str, tmp_
     messages = run_ranks(save_nowhere, 2, tmp_path, make_config(model), tmp_path / "file" / "step-1")
     assert messages[0] == messages[1]
     assert "no checkpoint was written (rank 0:" in messages[0]
+
+
+def save_four(config: Config, directory: Path) -> list[dict[str, Any]]:
+    """The weights after each step."""
+    trainer, batch, weights = Trainer(config, device=CPU), Batch(), []
+    for step in (1, 2, 3, 4):
+        trainer.step(step, batch.rows, batch.fetch)
+        begin_save(trainer, directory / f"step-{step}", step, str(step).encode())
+        weights.append(whole_weights(trainer))
+    trainer.await_save(LIMIT_S)
+    return weights
+
+
+def restore_newest(config: Config, path: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    restored = trainer.restore(path)
+    return {"restored": restored, "weights": whole_weights(trainer)}
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_the_newest_checkpoint_whose_bytes_are_those_that_were_written_is_restored_on_all_ranks(
+    model: str, tmp_path: Path
+) -> None:
+    config, directory = make_config(model), tmp_path / "checkpoints"
+    weights = run_ranks(save_four, 2, tmp_path, config, directory)[0]
+    flip_a_bit(directory / "step-1" / "hf" / "model.safetensors")
+    (directory / "step-2" / "meta.json").unlink()
+    flip_a_bit(directory / "step-3" / "data_state.bin")
+    flip_a_bit(directory / "step-4" / "state" / "__1_0.distcp")
+    (directory / "step-5.writing-0a0b0c0d" / "state").mkdir(parents=True)
+    (directory / "step-0.deleted").mkdir()
+    results = run_ranks(restore_newest, 2, tmp_path, config, directory / "step-4")
+    for result in results:
+        assert result["restored"].step == 1, "the export is not needed to go on"
+        assert result["restored"].data_state == b"1"
+        four, three, two = result["restored"].damaged
+        assert re.fullmatch(r"step-4: rank [01]: state/__1_0\.distcp has other bytes than were written", four)
+        assert re.fullmatch(r"step-3: rank [01]: data_state\.bin has other bytes than were written", three)
+        assert re.fullmatch(r"step-2: rank [01]: meta\.json is missing", two)
+        assert_equal_weights(result["weights"], weights[0], atol=0)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "step-1", "step-2.damaged", "step-3.damaged", "step-4.damaged"
+    ]  # fmt: skip
+
+
+def test_without_an_undamaged_checkpoint_nothing_is_restored_and_nothing_renamed(model: str, tmp_path: Path) -> None:
+    config, directory = make_config(model), tmp_path / "checkpoints"
+    run_ranks(save_four, 1, tmp_path, config, directory)
+    for step in (1, 2, 3, 4):
+        (directory / f"step-{step}" / "manifest.json").write_text("{}")
+    (message,) = run_ranks(restore_nothing, 1, tmp_path, config, directory / "step-4")
+    assert "no checkpoint there is undamaged: step-4: rank 0: manifest.json is no manifest: " in message
+    assert "; step-1: rank 0: manifest.json is no manifest: " in message
+    assert len(list(directory.glob("step-?"))) == 4
 
 
 def restore_nothing(config: Config, path: Path) -> str:

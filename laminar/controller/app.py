@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from laminar import wire
+from laminar import checkpoints, wire
 from laminar.config import Config
 from laminar.controller import recovery
 from laminar.controller.archive import Archive
@@ -84,6 +84,7 @@ class Application:
         self._sampler, self._resume = sampler, resume
         self._continues = continues
         self._history: recovery.History | None = None
+        self._damaged: dict[Path, str] = {}
         self._began = time.monotonic()
         self._interrupts = 0
         self._stalled: dict[str, str] = {}
@@ -95,6 +96,7 @@ class Application:
             print(f"removed {left}, left behind by a run that was killed", flush=True)
         try:
             core = self._open()
+            self._set_damaged_aside()
         except OSError as error:
             raise StartError(f"cannot write the run's directory {self._run.path}: {error}") from error
         self._outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
@@ -119,11 +121,17 @@ class Application:
             return Core.restore(settings, self._history.snapshot.core)
         if self._resume is None:
             return Core(settings)
-        file = self._resume / "data_state.bin"
+        found = checkpoints.newest_data_state(self._resume)
+        self._resume, self._damaged = found.path, found.damaged
         try:
-            return Core.resumed(settings, file.read_bytes())
-        except (OSError, msgspec.MsgspecError) as error:
-            raise StartError(f"cannot resume from {self._resume}: {file.name}: {error}") from error
+            return Core.resumed(settings, found.data_state)
+        except msgspec.MsgspecError as error:
+            raise StartError(f"cannot resume from {self._resume}: {checkpoints.DATA_STATE}: {error}") from error
+
+    def _set_damaged_aside(self) -> None:
+        for path, what in self._damaged.items():
+            checkpoints.set_aside(path)
+            self._display.say(f"alarm: checkpoint-damaged: {path.name}: {what}; the run goes on from {self._resume}")
 
     def _open(self) -> Core:
         config, run, continues = self._config, self._run, self._continues
@@ -167,8 +175,9 @@ class Application:
             log=self._log,
             tokens=self._tokens,
             prompts=self._prompts,
-            checkpoints=run.checkpoints,
+            checkpoints_at=run.checkpoints,
             keep_last=config.trainer.keep_last,
+            keep_every=config.trainer.keep_every,
             sampler=self._sampler,
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),

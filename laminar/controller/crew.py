@@ -18,7 +18,7 @@ from laminar.controller.channels import Channels
 from laminar.controller.intake import indent
 from laminar.controller.launch import Launcher, root_cause
 from laminar.controller.plan import RENDEZVOUS_PORT, Process, going_on_from, plan
-from laminar.controller.rundir import RunDirectory, complete_checkpoints
+from laminar.controller.rundir import RunDirectory
 from laminar.controller.runtime import Runtime
 from laminar.core import events, outage
 from laminar.errors import StartError
@@ -105,12 +105,11 @@ class Crew:
 
     async def _start_trainer_again(self) -> None:
         """On all its hosts, after what may be left of it there."""
-        complete = complete_checkpoints(self._run.checkpoints)
-        checkpoint = complete[-1] if complete else self._resume
-        port = self._rendezvous_port()
         trainers = [process for process in self.processes.values() if process.role == "trainer"]
         for process in trainers:
             self.launcher.give_up(process.name)
+        checkpoint = self._run.last_checkpoint() or self._resume
+        port = self._rendezvous_port()
         for process in trainers:
             await self.launcher.start(self._anew(going_on_from(process, checkpoint, port)))
 

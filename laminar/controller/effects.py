@@ -8,7 +8,6 @@ has not received.
 
 import asyncio
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from laminar import wire
+from laminar import checkpoints, wire
 from laminar.controller.channels import Channels
 from laminar.controller.eventlog import EventLog
-from laminar.controller.rundir import complete_checkpoints
 from laminar.controller.runtime import Runtime
 from laminar.core import actions, events, versions
 from laminar.core.records import Trajectory
@@ -75,8 +73,9 @@ class Effects:
         log: EventLog,
         tokens: Prefixes,
         prompts: Prompts,
-        checkpoints: Path,
+        checkpoints_at: Path,
         keep_last: int,
+        keep_every: int = 0,
         sampler: Sampler | None,
         stop_process: Callable[[WorkerId], None],
         start_process: Callable[[WorkerId], None],
@@ -87,11 +86,8 @@ class Effects:
         """`archive(step, trajectories)` takes what is committed; None = their tokens are forgotten."""
         self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
         self.tokens = tokens
-        self._checkpoints, self._keep_last, self._sampler = (
-            checkpoints,
-            keep_last,
-            GuardedSampler(sampler) if sampler else None,
-        )
+        self._checkpoints, self._keep_last, self._keep_every = checkpoints_at, keep_last, keep_every
+        self._sampler = GuardedSampler(sampler) if sampler else None
         self._stop_process, self._alarm, self._stalled = stop_process, alarm, stalled
         self._start_process, self._archive = start_process, archive
         self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
@@ -108,6 +104,7 @@ class Effects:
             actions.SaveCheckpoint: self._save,
             actions.AskSampler: self._ask_sampler,
             actions.RecordTrajectories: self._record,
+            actions.RecordLostSteps: self._record_lost,
             actions.ForgetTokens: self._forget,
             actions.StopWorker: self._stop_worker,
             actions.StartWorker: lambda a: self._start_process(a.worker),
@@ -227,10 +224,11 @@ class Effects:
         self._to_trainer(message, action.cause)
 
     def on_checkpoint_saved(self, step: int) -> None:
-        """Note it, and delete checkpoints that are older than the last few."""
+        """Note it, and delete the checkpoints that are not wanted any more."""
         self._log.write("UPDATE checkpoints SET saved_at = ? WHERE step = ?", (time.time(), step))
-        for old in complete_checkpoints(self._checkpoints)[: -max(1, self._keep_last)]:
-            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, old, True)  # large files take seconds
+        found = {checkpoints.step_of(path): path for path in checkpoints.complete(self._checkpoints)}
+        for old in checkpoints.superseded(found, self._keep_last, self._keep_every):
+            asyncio.get_running_loop().run_in_executor(None, checkpoints.delete, found[old])  # large files take seconds
 
     # ---- sampler -------------------------------------------------------------------------------------------
 
@@ -244,6 +242,12 @@ class Effects:
         statement = f"INSERT OR REPLACE INTO trajectories VALUES ({', '.join('?' * 25)})"
         for trajectory in action.trajectories:
             self._log.write(statement, self._row(trajectory))
+
+    def _record_lost(self, action: actions.RecordLostSteps) -> None:
+        self._log.write(
+            "UPDATE trajectories SET dropped = ? WHERE step BETWEEN ? AND ? AND trained_at IS NOT NULL",
+            (action.reason, action.first, action.last),
+        )
 
     def _row(self, t: Trajectory) -> tuple[Any, ...]:
         s_gen, residence, s_train = stalenesses(t, self._runtime.core.state.branches)

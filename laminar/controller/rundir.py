@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar import configfile
+from laminar import checkpoints, configfile
 from laminar.config import Config
 from laminar.errors import ConfigError, StartError
 from laminar.remote import Answer
@@ -91,7 +91,7 @@ class RunDirectory:
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
-        found = complete_checkpoints(self.checkpoints)
+        found = checkpoints.complete(self.checkpoints)
         return found[-1] if found else None
 
 
@@ -192,9 +192,3 @@ def last_found(run: RunDirectory) -> dict[str, Answer]:
         return msgspec.json.decode(run.found.read_bytes(), type=dict[str, Answer])
     except (OSError, msgspec.MsgspecError):
         return {}
-
-
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints that were written to the end, oldest first."""
-    found = [path for path in directory.glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))

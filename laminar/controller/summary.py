@@ -6,7 +6,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
-from laminar.controller.rundir import complete_checkpoints
+from laminar import checkpoints
 from laminar.core.ledger import is_closed
 from laminar.core.records import Account, State
 
@@ -127,7 +127,7 @@ def _next_steps(run: Path, state: State) -> list[str]:
     path = shlex.quote(str(run))
     more = f" run.steps={2 * state.trainer.step}" if state.finished == "completed" else ""
     resume = f"{_python()} -m laminar.controller --resume {path}{more}"
-    if not complete_checkpoints(run / "checkpoints"):
+    if not checkpoints.complete(run / "checkpoints"):
         resume = "not possible: the run ended before its first checkpoint"
     return [
         f"run directory      {run}",

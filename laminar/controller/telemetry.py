@@ -33,6 +33,8 @@ class Window(msgspec.Struct, kw_only=True):
     cast_s: float = 0.0
     device_copy_s: float = 0.0
     host_copy_s: float = 0.0
+    checkpoint_stall_s: float = 0.0
+    checkpoint_s: list[float] = []
     num_failed: int = 0
     stalled_s: float = 0.0
     agents: dict[str, int] = {}
@@ -74,6 +76,10 @@ class Telemetry:
             self.relays[worker] = message
         elif isinstance(message, wire.RelayReady):
             self.relays.pop(worker, None)  # it begins anew
+        elif isinstance(message, wire.CheckpointSaved):
+            self._window.checkpoint_stall_s += message.stall_s
+            self._window.checkpoint_s.append(message.seconds)
+            self._span(worker, "checkpoint", message.seconds, f"s{message.step}")
         elif isinstance(message, wire.StepDone):
             self._span(worker, "train", message.metrics.get("timing/step_s", 0.0), f"s{message.step}")
         elif isinstance(message, wire.VersionReady):
@@ -163,10 +169,16 @@ class Telemetry:
         window = self._window
         wall = max(1e-9, event.at - window.started)
         busy, interval = sum(window.busy_s.values()), sum(window.interval_s.values())
-        working = event.metrics.get("timing/step_s", 0.0) + window.stall_s
+        working = event.metrics.get("timing/step_s", 0.0) + window.stall_s + window.checkpoint_stall_s
         canaries = _mean_max(window.canary_differences) if window.canary_differences else {}
+        checkpoints = (
+            {"perf/checkpoint_stall_s": window.checkpoint_stall_s, "perf/checkpoint_s": max(window.checkpoint_s)}
+            if window.checkpoint_s
+            else {}
+        )
         return {
             **{f"canary/logprob_abs_diff/{key}": value for key, value in canaries.items()},
+            **checkpoints,
             "timing/wall_s": wall,
             "perf/generation_tokens_per_s": window.tokens_generated / wall,
             "perf/training_tokens_per_s": event.metrics.get("num_tokens/trained", 0.0) / wall,

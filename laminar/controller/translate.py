@@ -78,7 +78,14 @@ _TABLE: dict[type, Callable[[Any, Origin], events.AnyEvent]] = {
     ),
     wire.EvaluationFailed: lambda m, o: events.EvaluationFailed(evaluation=m.evaluation, reason=m.reason),
     wire.TrainerReady: lambda m, o: events.TrainerRankReady(
-        worker=o.worker, incarnation=o.incarnation, rank=m.rank, world_size=m.world_size, step=m.step, host=o.host
+        worker=o.worker,
+        incarnation=o.incarnation,
+        rank=m.rank,
+        world_size=m.world_size,
+        step=m.step,
+        host=o.host,
+        damaged=m.damaged,
+        data_state=m.data_state if m.damaged else b"",
     ),
     wire.StepDone: lambda m, o: events.StepFinished(step=m.step, attempt=m.attempt, metrics=m.metrics),
     wire.StepFailed: lambda m, o: events.StepFailed(step=m.step, attempt=m.attempt, reason=m.reason),

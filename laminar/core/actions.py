@@ -147,6 +147,14 @@ class RecordTrajectories(Action, frozen=True, kw_only=True):
     trajectories: list[Trajectory]
 
 
+class RecordLostSteps(Action, frozen=True, kw_only=True):
+    """What these steps trained, both ends included, was committed and is dropped{reason} after all: note it with their records."""
+
+    first: int
+    last: int
+    reason: str
+
+
 class ForgetTokens(Action, frozen=True, kw_only=True):
     """These trajectories are committed or dropped; their tokens are not needed again."""
 
@@ -195,6 +203,6 @@ class FinishRun(Action, frozen=True, kw_only=True):
 
 AnyAction = (
     StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | RetainVersions
-    | SaveCheckpoint | AskSampler | RecordTrajectories | ForgetTokens | StopWorker | StartWorker | RaiseAlarm | Stalled
-    | FinishRun
+    | SaveCheckpoint | AskSampler | RecordTrajectories | RecordLostSteps | ForgetTokens | StopWorker | StartWorker | RaiseAlarm
+    | Stalled | FinishRun
 )  # fmt: skip

@@ -204,6 +204,10 @@ class TrainerRankReady(Event, frozen=True, kw_only=True):
     world_size: int
     step: int
     host: str = ""
+    damaged: list[str] = []
+    """Newer checkpoints that it could not restore, each with what is wrong with it."""
+    data_state: bytes = b""
+    """Of the restored checkpoint, if newer ones were damaged."""
 
 
 class StepFinished(Event, frozen=True, kw_only=True):

@@ -46,6 +46,15 @@ def drop_tokens(state: State, num_tokens: int, reason: str) -> None:
         account.dropped[reason] = account.dropped.get(reason, 0) + num_tokens
 
 
+def lose(account: Account, committed: int, reason: str) -> int:
+    """Of what was committed only so much still is; the rest, which is returned, is dropped{reason}."""
+    amount = max(0, account.committed - committed)
+    account.committed -= amount
+    if amount:
+        account.dropped[reason] = account.dropped.get(reason, 0) + amount
+    return amount
+
+
 def _amounts(state: State, trajectories: Iterable[Trajectory]) -> list[tuple[Account, int]]:
     lengths = [trajectory.num_tokens for trajectory in trajectories]
     return [(state.ledger.trajectories, len(lengths)), (state.ledger.tokens, sum(lengths))]

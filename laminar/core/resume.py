@@ -61,9 +61,14 @@ def _as_committed(account: Account, trained: int) -> Account:
 
 def restore(state: State, data: bytes) -> None:
     """Continue a fresh state from what a checkpoint carried. Raises msgspec.DecodeError for anything else."""
-    saved = msgspec.msgpack.decode(data, type=DataState)
+    saved = decode(data)
     state.prompts, state.ledger = saved.prompts, saved.ledger
     state.branches, state.evaluations = saved.branches, saved.evaluations
     state.sampler_state = saved.sampler_state
     state.trainer.branch = saved.branch
     state.trainer.checkpoint = state.trainer.step = saved.step
+
+
+def decode(data: bytes) -> DataState:
+    """What `data_state` gave. Raises msgspec.DecodeError for anything else."""
+    return msgspec.msgpack.decode(data, type=DataState)

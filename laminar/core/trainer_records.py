@@ -46,4 +46,8 @@ class Trainer(msgspec.Struct, kw_only=True):
     """Last step with a complete checkpoint, -1 = none."""
     checkpoint_version: Version | None = None
     """The version whose weights are in it, as far as this run saved it."""
+    save_began: int = -1
+    """Last step of which a checkpoint was begun."""
     num_failed_saves: int = 0
+    attempt_floor: int = 0
+    """Attempts of steps are numbered from above this, see `laminar.core.rollback`."""

@@ -1,14 +1,15 @@
 """The trainer: leasing batches, steps, publication, checkpoints, commit.
 
-    absent ──► ready(step, branch) ──► running(step + 1) ──► ready … ──► saving ──► committed up to the checkpoint
+    absent ──► ready(step, branch) ──► running(step + 1) ──► ready …
+                                           └ saving meanwhile ──► committed up to the checkpoint
 
 Invariants:
-* A batch is leased to exactly one step and leaves the state only when a checkpoint commits it.
+* A batch is leased to exactly one step and leaves the state only when a checkpoint that is complete on disk commits it.
 * After a restore the steps since the checkpoint are redone from the same groups in the same order (attempt + 1).
 * A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, groups, ledger, pace, recovery, relays, story, versions
+from laminar.core import bounds, evaluation, groups, ledger, pace, recovery, relays, rollback, story, versions
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
@@ -48,7 +49,9 @@ def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
     trainer.world_size = event.world_size
     if len(trainer.ranks) < trainer.world_size:
         return
-    if event.step < trainer.checkpoint:
+    if event.step >= trainer.checkpoint:
+        rollback.tell(turn, event)
+    elif not rollback.go_back(turn, event):
         turn.fail(f"the trainer restored step {event.step}, but step {trainer.checkpoint} is already committed")
         return
     recovery.joined(turn, trainer.launch)
@@ -67,7 +70,7 @@ def _begin_branch(turn: Turn, step: int) -> None:
     trainer, floor = turn.state.trainer, turn.state.branch_floor
     fresh = trainer.branch < 0 and floor == 0
     trainer.branch = 0 if fresh else max(trainer.branch + 1, floor)
-    trainer.step = step
+    trainer.step = trainer.save_began = step
     if trainer.branch > 0:
         turn.state.branches.append(Branch(branch=trainer.branch, fork_step=step))
         turn.state.may_have_aged = True
@@ -148,7 +151,9 @@ def apply_batch(turn: Turn, decision: TakeBatch) -> None:
         return
     for group_id in decision.groups:
         _lease(turn, group_id, decision.step)
-    state.steps[decision.step] = Step(step=decision.step, attempt=1, groups=list(decision.groups))
+    state.steps[decision.step] = Step(
+        step=decision.step, attempt=state.trainer.attempt_floor + 1, groups=list(decision.groups)
+    )
     turn.look_again()
     turn.tell(f"batch of {len(decision.groups)} groups leased", story.step(decision.step))
 
@@ -206,8 +211,7 @@ def on_step_finished(turn: Turn, event: StepFinished) -> None:
     turn.emit(RecordTrajectories(cause=turn.cause, trajectories=members))
     turn.tell("train step finished", story.step(event.step))
     versions.made(turn)
-    every = turn.settings.checkpoint_every
-    if every and event.step % every == 0:
+    if _last_due(turn) > max(trainer.save_began, trainer.checkpoint):
         save(turn)  # while the disk is full: `save_overdue` catches up
 
 
@@ -238,20 +242,31 @@ def deadline(state: State, timeout_s: float) -> float:
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
+def _last_due(turn: Turn) -> int:
+    """The last step up to now of which a checkpoint is due; 0 = none is."""
+    every, step = turn.settings.checkpoint_every, turn.state.trainer.step
+    return step // every * every if every else 0
+
+
 def save(turn: Turn) -> None:
-    """Save the trainer as it is now, unless that is done or under way, or the disk takes nothing."""
+    """Save the trainer as it is now, unless that is done or under way, or the disk takes nothing.
+
+    Training goes on while a checkpoint is written, one at a time: what becomes due meanwhile is saved after the next step that ends
+    when it is complete. One that failed is not tried again before the next is due.
+    """
     trainer = turn.state.trainer
     if trainer.saving >= 0 or trainer.checkpoint >= trainer.step or turn.state.storage_failure:
         return
     trainer.saving, trainer.saving_since = trainer.step, turn.at
+    trainer.save_began = trainer.step
     turn.emit(SaveCheckpoint(cause=turn.cause, step=trainer.step, data_state=data_state(turn.state, trainer.step)))
     turn.tell("checkpoint started", story.step(trainer.step))
 
 
 def save_overdue(turn: Turn) -> None:
     """The disk takes writes again: save what became due meanwhile, before the next step begins."""
-    trainer, every = turn.state.trainer, turn.settings.checkpoint_every
-    if trainer.ready and not trainer.running and every and trainer.step // every * every > trainer.checkpoint:
+    trainer = turn.state.trainer
+    if trainer.ready and not trainer.running and _last_due(turn) > trainer.checkpoint:
         save(turn)
 
 

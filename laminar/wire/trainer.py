@@ -19,6 +19,8 @@ class TrainerReady(Message, frozen=True, kw_only=True):
     num_parameters: int
     data_state: bytes = b""
     """What `SaveCheckpoint.data_state` held when the restored checkpoint was made."""
+    damaged: list[str] = []
+    """Newer checkpoints that could not be restored, each with what is wrong with it: ``step-8: meta.json is missing``."""
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -69,6 +71,9 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
     step: int
     path: str
     seconds: float
+    """From the order until it was on disk; training went on after `stall_s`."""
+    stall_s: float = 0.0
+    """Seconds that the trainer waited for it, on rank 0."""
 
 
 class CheckpointFailed(Message, frozen=True, kw_only=True):

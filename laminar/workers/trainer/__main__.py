@@ -19,13 +19,15 @@ from laminar.errors import LaminarError
 from laminar.workers.link import LinkRefused, Orphaned, ThreadLink
 from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient
-from laminar.workers.trainer.checkpoint import CheckpointError
+from laminar.workers.trainer.checkpoint import Restored
 from laminar.workers.trainer.collective import local_device, process_group, use_own_interface
+from laminar.workers.trainer.saver import Saved
 from laminar.workers.trainer.trainer import Trainer
 
 CONNECT_TIMEOUT_S = 120.0  # a controller that launched us answers at once; a restarting one within its orphan timeout
 RECEIVE_TIMEOUT_S = 60.0  # only bounds one wait; the link itself notices a lost controller
 RELAY_TIMEOUT_S = 8.0  # a publication is ordered when the relay serves; one that does not answer for so long is dead
+SAVE_TIMEOUT_S = 5.0  # a stop waits for checkpoints before it is said; what is written after that, nobody waits for
 EXIT_FAILED, EXIT_ORPHANED = 1, 3
 
 
@@ -83,7 +85,7 @@ def _work(link: ThreadLink, welcome: wire.Welcome, resume: Path | None) -> None:
     use_own_interface(os.environ.get(wire.HOST_VARIABLE, ""), int(os.environ.get("GROUP_WORLD_SIZE", "1")))
     with process_group(device):
         trainer = Trainer(config, device=device)
-        data_state = trainer.restore(resume) if resume else b""
+        restored = trainer.restore(resume) if resume else Restored(0, b"", [])
         commands = Commands(trainer, link, RelayClient(paths.shm_directory(welcome.run_id), RELAY_TIMEOUT_S))
         link.send(
             wire.TrainerReady(
@@ -91,11 +93,13 @@ def _work(link: ThreadLink, welcome: wire.Welcome, resume: Path | None) -> None:
                 world_size=trainer.world_size,
                 step=trainer.step_done,
                 num_parameters=trainer.num_parameters,
-                data_state=data_state,
+                data_state=restored.data_state,
+                damaged=restored.damaged,
             )
         )
         while commands.obey(link.receive(RECEIVE_TIMEOUT_S)):
             pass
+        trainer.await_save(SAVE_TIMEOUT_S)
 
 
 class Commands:
@@ -154,12 +158,18 @@ class Commands:
         self._answer(written)
 
     def _save(self, command: wire.SaveCheckpoint) -> None:
-        try:
-            seconds = self._trainer.save(Path(command.path), step=command.step, data_state=command.data_state)
-        except CheckpointError as error:
-            self._answer(wire.CheckpointFailed(step=command.step, reason=str(error)))
-        else:
-            self._answer(wire.CheckpointSaved(step=command.step, path=command.path, seconds=seconds))
+        """Answered by the thread that writes, while further commands are carried out."""
+
+        def ended(saved: Saved) -> None:
+            if saved.failure is not None:
+                self._answer(wire.CheckpointFailed(step=command.step, reason=saved.failure))
+                return
+            answer = wire.CheckpointSaved(
+                step=command.step, path=command.path, seconds=saved.seconds, stall_s=saved.stall_s
+            )
+            self._answer(answer)
+
+        self._trainer.begin_save(Path(command.path), step=command.step, data_state=command.data_state, ended=ended)
 
 
 if __name__ == "__main__":

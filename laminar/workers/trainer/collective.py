@@ -73,15 +73,26 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def first_failure(reason: str | None) -> str | None:
+def first_failure(reason: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """What the lowest failing rank gave as its reason, on every rank; None when all gave None."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     failing = torch.tensor(world_size if reason is None else rank)
-    dist.all_reduce(failing, dist.ReduceOp.MIN)
+    dist.all_reduce(failing, dist.ReduceOp.MIN, group=group)
     source = int(failing)
     if source == world_size:
         return None
     text = (reason or "").encode()[:REASON_BYTES_MAX].ljust(REASON_BYTES_MAX, b"\0")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(data, source)
+    dist.broadcast(data, source, group=group)
     return f"rank {source}: " + bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What every rank gave, by rank, on every rank; a few kilobytes of each. `group` has all ranks and a CPU backend."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    length = max(1, *(int(size) for size in sizes))
+    own = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(length, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, own, group=group)
+    return [bytes(part.tolist())[: int(size)] for part, size in zip(parts, sizes, strict=True)]

@@ -1,11 +1,10 @@
 """The trainer of one rank, without any channel: built from a configuration, driven by four calls.
 
-`step`, `publish`, `save` and `restore` are collective: all ranks of the process group call them in the same order with the same
-arguments. `laminar.workers.trainer.__main__` drives them from the controller's commands; tests and benchmarks drive them directly.
+`step`, `publish`, `begin_save` and `restore` are collective: all ranks of the process group call them in the same order with the
+same arguments. `laminar.workers.trainer.__main__` drives them from the controller's commands; tests and benchmarks do so directly.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from laminar.workers.canary import Canary
 from laminar.workers.relay.client import RelayClient
 from laminar.workers.trainer import checkpoint
 from laminar.workers.trainer.batch import Fetch
+from laminar.workers.trainer.checkpoint import Restored, Source
 from laminar.workers.trainer.model import (
     LAYER_PARAMETERS_MIN,
     Policy,
@@ -28,6 +28,7 @@ from laminar.workers.trainer.model import (
 )
 from laminar.workers.trainer.optimizer import Optimizer
 from laminar.workers.trainer.publish import Publication, Publisher, plan_manifest, published_dtype
+from laminar.workers.trainer.saver import Saved, Saver
 from laminar.workers.trainer.step import StepRunner
 
 
@@ -46,7 +47,6 @@ class Trainer:
         """The last step applied (or restored)."""
         self.version: Version | None = None
         """Name of the current weights; None once a step has changed them, until they are published."""
-        self._source = Path(config.model.path)
         self._with_canary = config.rollout.canary_tolerance != 0
         torch.manual_seed(derive_seed(config.run.seed, self.rank))
         dtype = compute_dtype(config.trainer.precision, device)
@@ -67,6 +67,8 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.trainer)
         manifest = plan_manifest(self.parameters, published_dtype(config.relay.dtype, device))
         self._publisher = Publisher(self.parameters, manifest)
+        shapes = {part.name: part.parameter.shape for part in self.parameters}
+        self._saver = Saver(Source(self.model, Path(config.model.path), shapes), self.parameters, self.optimizer)
         self._runner = StepRunner(
             config, self.policy, self.optimizer, rank=self.rank, world_size=self.world_size, device=device
         )
@@ -91,22 +93,16 @@ class Trainer:
     def _canary(self) -> Canary | None:
         return self.policy.canary() if self._with_canary else None
 
-    def save(self, path: Path, *, step: int, data_state: bytes) -> float:
-        """Write a checkpoint; its seconds. Raises checkpoint.CheckpointError on all ranks."""
-        started = time.perf_counter()
-        checkpoint.save(
-            path,
-            step=step,
-            model=self.model,
-            source=self._source,
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            data_state=data_state,
-        )
-        return time.perf_counter() - started
+    def begin_save(self, path: Path, *, step: int, data_state: bytes, ended: Callable[[Saved], None]) -> None:
+        """Have a checkpoint written while training goes on. See `Saver.begin`."""
+        self._saver.begin(path, step=step, data_state=data_state, ended=ended)
 
-    def restore(self, path: Path) -> bytes:
-        """Go on from a checkpoint; its `data_state`. Sets `step_done`. Raises StartError."""
-        self.step_done, data_state = checkpoint.restore(path, parameters=self.parameters, optimizer=self.optimizer)
-        self.version = None
-        return data_state
+    def await_save(self, timeout_s: float | None = None) -> None:
+        """Until no checkpoint is being written, or the time is over."""
+        self._saver.wait(timeout_s)
+
+    def restore(self, path: Path) -> Restored:
+        """Go on from a checkpoint, or the newest undamaged one before it. Sets `step_done`. Raises StartError."""
+        restored = checkpoint.restore(path, parameters=self.parameters, optimizer=self.optimizer)
+        self.step_done, self.version = restored.step, None
+        return restored

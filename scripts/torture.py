@@ -108,10 +108,10 @@ def interrupt_in_a_checkpoint(place: Place) -> str:
     """SIGINT while a checkpoint is being written."""
     with place.start(LONG, "trainer.checkpoint_every=1") as run:
         run.until_said(r"^step 2/")
-        run.until(lambda: list((run.path / "checkpoints").glob("*.tmp")))
+        run.until(lambda: list((run.path / "checkpoints").glob("*.writing-*")))
         run.signal(signal.SIGINT)
         assert run.wait(STOP_S) == 0, run.output
-    assert not list((run.path / "checkpoints").glob("*.tmp"))
+    assert not list((run.path / "checkpoints").glob("*.writing-*"))
     return check_resumed(run)
 
 

@@ -34,6 +34,7 @@ from laminar.workers.relay import paths
 from laminar.workers.relay.client import RelayClient, RelayError
 
 LIMIT_S = 60.0
+NUM_STEPS = 1_000_000  # no test comes to the end of the run
 READ_LIMIT_S = 10.0  # a relay that was killed does not answer, and what waits for it holds up the end of a test
 LINK_TIMEOUT_S = 2.0  # a starved machine may stand still for a second
 
@@ -136,7 +137,7 @@ class Cluster(Driver):
         self, num_relays: int, *, restarts: int = 0, num_bytes: int = 24 << 20, link_timeout_s: float = LINK_TIMEOUT_S
     ) -> None:
         core = settings(
-            steps=1000, batch_groups=1, local_batch_groups=1, buffer_groups_max=4, relay_restarts_max=restarts
+            steps=NUM_STEPS, batch_groups=1, local_batch_groups=1, buffer_groups_max=4, relay_restarts_max=restarts
         )
         super().__init__(core)
         self.config = Config(

@@ -129,6 +129,18 @@ def test_a_version_of_which_little_changed_crosses_every_hop_as_deltas_and_arriv
             assert relay.client.status().chain_wire_bytes - before < weights.nbytes / 30
 
 
+def test_a_slow_link_keeps_to_deltas_from_version_to_version_once_it_has_seen_a_whole_one():
+    rng = np.random.default_rng(1)
+    weights = rng.integers(0, 1 << 15, (8 << 20) // 2, dtype=np.uint16)
+    with chain(2, deltas="auto", options=("--rate-limit-mbit", "160")) as relays:
+        for step in range(1, 6):
+            version = relays[0].publish_bytes(step, weights)
+            assert relays[1].bytes_of(version, weights.nbytes) == weights.tobytes()
+            weights[rng.choice(len(weights), len(weights) // 200, replace=False)] += 1
+        wire_bytes = relays[0].until(lambda status: status.chain_sent_bytes >= 5 * weights.nbytes).chain_wire_bytes
+        assert wire_bytes - weights.nbytes < 4 * weights.nbytes / 20
+
+
 def test_a_relay_that_lacks_the_base_gets_whole_chunks():
     weights = np.zeros((4 << 20) // 2, np.uint16)
     with chain(2, deltas="always") as relays:

@@ -86,11 +86,34 @@ def test_the_pace_settles_on_what_is_faster_and_looks_again_now_and_then():
     for delta_s, full_s, expected in ((1.0, 10.0, True), (10.0, 1.0, False)):
         pace = delta.Pace()
         chosen = []
-        for _ in range(4 * delta.TRY_EVERY):
+        for _ in range(4 * delta.TRY_EVERY * delta.RUN_CHUNKS):
             chosen.append(pace.prefers_delta())
             pace.took(1 << 20, delta_s if chosen[-1] else full_s, as_delta=chosen[-1])
-        assert chosen.count(expected) >= len(chosen) - 6
+        assert chosen.count(expected) >= len(chosen) - 6 * delta.RUN_CHUNKS
         assert set(chosen) == {True, False}
+
+
+class SlowLink:
+    """A link of 25 MB/s whose socket takes 4 MiB at once; `sent` says how long a sender was held up."""
+
+    def __init__(self) -> None:
+        self.now = self.empty_at = 0.0
+
+    def sent(self, num_bytes: int, made_s: float) -> float:
+        began = self.now
+        self.now += made_s
+        self.empty_at = max(self.empty_at, self.now) + num_bytes / 25e6
+        self.now = max(self.now, self.empty_at - (4 << 20) / 25e6)
+        return self.now - began
+
+
+def test_whole_chunks_that_vanish_into_the_buffers_of_a_slow_link_do_not_look_fast():
+    pace, link, whole = delta.Pace(), SlowLink(), []
+    for _ in range(4 * delta.TRY_EVERY * delta.RUN_CHUNKS):
+        as_delta = pace.prefers_delta()
+        whole.append(not as_delta)
+        pace.took(1 << 20, link.sent(*((23_000, 0.7e-3) if as_delta else (1 << 20, 0.1e-3))), as_delta=as_delta)
+    assert sum(whole) <= 6 * delta.RUN_CHUNKS
 
 
 def test_bytes_that_have_no_delta_are_refused():

@@ -79,7 +79,7 @@ class Sender:
     ) -> None:
         self._link, self._store, self._news, self._sent, self._is_over = link, store.behind(link), news, sent, is_over
         self._on_slow, self._speed = on_slow, speed
-        self._cut, self._bucket = cut, TokenBucket(cut.bytes_per_s_max)
+        self._cut, self._bucket, self._pace = cut, TokenBucket(cut.bytes_per_s_max), delta.Pace(cut.deltas)
         self._incoming = frames.Frames(link)
 
     def run(self) -> None:
@@ -116,7 +116,6 @@ class Sender:
 
     def _send_rest(self, flow: Flow, base: Flow | None, start: int) -> None:
         """Chunks from `start` on, as they arrive here, each whole or as a delta to `base`."""
-        pace = delta.Pace(self._cut.deltas)
         chunk_bytes = self._chunk_bytes(flow.num_bytes)
         while start < flow.num_bytes and not flow.lost and not self._is_over():
             end = min(start + chunk_bytes, flow.num_bytes)
@@ -127,7 +126,7 @@ class Sender:
             elif flow.wait_for(end, frames.SIGN_OF_LIFE_S) < end:
                 frames.send_nothing(self._link)
             else:
-                wire_bytes = self._send_chunk(flow, base, pace, start, end)
+                wire_bytes = self._send_chunk(flow, base, start, end)
                 self._bucket.spend(wire_bytes)
                 self._sent.wire_bytes += wire_bytes
                 self._sent.version_bytes += end - start
@@ -139,11 +138,11 @@ class Sender:
         self._sent.chunk_bytes = chosen
         return chosen
 
-    def _send_chunk(self, flow: Flow, base: Flow | None, pace: delta.Pace, start: int, end: int) -> int:
+    def _send_chunk(self, flow: Flow, base: Flow | None, start: int, end: int) -> int:
         """Bytes that it took."""
         part, began = flow.buffer[start:end], time.perf_counter()
         made = None
-        as_delta = base is not None and part.nbytes % delta.WORD_BYTES == 0 and pace.prefers_delta()
+        as_delta = base is not None and part.nbytes % delta.WORD_BYTES == 0 and self._pace.prefers_delta()
         if as_delta and base is not None:
             made = delta.encode(part, base.buffer[start:end], flow.manifest.item_bytes)
         num_bytes, digests = part.nbytes if made is None else len(made), flow.digests(start, end)
@@ -152,7 +151,8 @@ class Sender:
             self._sent.cost.took(num_bytes, sent_s)
         else:
             sent_s = _clocked(lambda: frames.send_delta(self._link, start, made, digests))
-        pace.took(part.nbytes, time.perf_counter() - began, as_delta=as_delta)
+        took_s = max(time.perf_counter() - began, self._bucket.takes_s(num_bytes))
+        self._pace.took(part.nbytes, took_s, as_delta=as_delta)
         if self._speed.sent(num_bytes, sent_s):
             self._on_slow()
         return num_bytes

@@ -36,6 +36,8 @@ ITEM_TYPES = {2: np.uint16, 4: np.uint32}
 ITEMS_MAX = 1 << 31
 TRY_EVERY = 64
 """The slower way costs at most what 1 chunk in 64 takes longer by it."""
+RUN_CHUNKS = 8
+"""Twice what Linux lets a socket buffer at chunks of 1 MiB (tcp_wmem, 4 MiB)."""
 SMOOTHING = 0.25
 SHARE_MAX = 0.25
 """Of elements that changed; beyond it the delta is not much smaller than the full bytes, and slower to make."""
@@ -45,34 +47,57 @@ MODES = ("auto", "always", "never")
 
 
 class Pace:
-    """Which of the two is faster over one link, a chunk whole or as a delta; by what its last chunks took.
+    """Which of the two is faster over one link, chunks whole or as deltas; by what the last runs of chunks took.
+
+    One way is kept for `RUN_CHUNKS`, and judged over as many: a single chunk vanishes into the buffers of a slow link at once.
 
     mode: ``auto``, or ``always`` or ``never`` to leave it no choice.
     """
 
     def __init__(self, mode: str = "auto") -> None:
         self._mode = mode
-        self._full_s = self._delta_s = 0.0
-        """Per byte of the version, smoothed; 0 = not tried yet."""
-        self._num_chosen = 0
+        self._ways = {False: _Way(), True: _Way()}
+        """By whether chunks go as deltas."""
+        self._as_delta = True
+        self._num_left = self._num_runs = 0
+        """Chunks of the present run; runs."""
 
     def prefers_delta(self) -> bool:
-        """For the next chunk; now and then the slower one is tried again, since links and versions change."""
+        """For the next chunk; now and then the slower way is tried again, since links and versions change."""
         if self._mode != "auto":
             return self._mode == "always"
-        self._num_chosen += 1
-        if not self._delta_s or not self._full_s:
-            return not self._delta_s
-        faster = self._delta_s < self._full_s
-        return faster != (self._num_chosen % TRY_EVERY == 0)
+        if not self._num_left:
+            self._num_runs, self._num_left, self._as_delta = self._num_runs + 1, RUN_CHUNKS, self._next()
+        self._num_left -= 1
+        return self._as_delta
 
     def took(self, num_bytes: int, seconds: float, *, as_delta: bool) -> None:
         """A chunk of so many bytes, sent this way (or tried in vain to be made a delta), took so long."""
-        per_byte = max(seconds, 1e-9) / num_bytes
-        if as_delta:
-            self._delta_s = _smoothed(self._delta_s, per_byte)
-        else:
-            self._full_s = _smoothed(self._full_s, per_byte)
+        self._ways[as_delta].took(num_bytes, seconds)
+
+    def _next(self) -> bool:
+        full_s, delta_s = self._ways[False].per_byte_s, self._ways[True].per_byte_s
+        if not delta_s or not full_s:
+            return not delta_s
+        return (delta_s < full_s) != (self._num_runs % TRY_EVERY == 0)
+
+
+class _Way:
+    """What it takes to send chunks one way."""
+
+    def __init__(self) -> None:
+        self.per_byte_s = 0.0
+        """Of the version, smoothed over runs; 0 = not tried yet."""
+        self._num_chunks = self._num_bytes = 0
+        self._seconds = 0.0
+
+    def took(self, num_bytes: int, seconds: float) -> None:
+        """One chunk."""
+        self._num_chunks, self._num_bytes = self._num_chunks + 1, self._num_bytes + num_bytes
+        self._seconds += seconds
+        if self._num_chunks == RUN_CHUNKS:
+            self.per_byte_s = _smoothed(self.per_byte_s, max(self._seconds, 1e-9) / self._num_bytes)
+            self._num_chunks, self._num_bytes, self._seconds = 0, 0, 0.0
 
 
 def _smoothed(before: float, now: float) -> float:

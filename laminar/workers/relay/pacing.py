@@ -71,6 +71,10 @@ class TokenBucket:
         self._balance, self._at = min(self._balance + earned, BURST_S * self._bytes_per_s), now
         return max(-self._balance / self._bytes_per_s, 0.0)
 
+    def takes_s(self, num_bytes: int) -> float:
+        """What so many bytes cost in the long run."""
+        return num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
+
     def spend(self, num_bytes: int) -> None:
         """They went."""
         self._balance -= num_bytes

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 JOINS = tuple(recovery.ROLES)
 COMMIT_EVERY = 5  # events
+SNAPSHOT_EVENTS = 64  # besides those of steps, wherever they may come
 RICH = {
     "checkpoint_every": 2,
     "steps": 5,
@@ -167,7 +168,7 @@ class Recorded(World):
             self.shell.effects.on_relay_joined(event)
 
     def _settled(self, event: events.AnyEvent) -> None:
-        if isinstance(event, events.RunStarted | events.StepFinished):
+        if isinstance(event, events.RunStarted | events.StepFinished) or event.seq % SNAPSHOT_EVENTS == 0:
             shell = self.shell
             shell.log.snapshot(event.seq, recovery.snapshot(self.core, shell.channels, shell.effects))
         if event.seq in self.wanted:

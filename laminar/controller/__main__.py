@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -30,6 +31,7 @@ from laminar.logs import Lossy
 EXIT_INTERRUPTED = 130
 MAY_MOVE = ("controller.host", "controller.port", "controller.advertise", "controller.ssh")
 """Keys that may differ for a controller that takes over, perhaps on another machine."""
+GC_THRESHOLD = 50_000  # objects: what the controller holds has no cycles; those of a broken connection can wait
 EPILOG = """\
 examples:
   python -m laminar.controller --cluster hosts.txt --config configs/quickstart/config.toml
@@ -201,6 +203,8 @@ def _start(
             reach=where,
             found=found,
         )
+        gc.freeze()  # what is here stays, imports above all: to look through it again stops the event loop for long
+        gc.set_threshold(GC_THRESHOLD)
         return await application.run()
 
     with _log_to(directory.logs / "controller.log"):

@@ -57,6 +57,7 @@ logger = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25  # of the live panel
 LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
+SNAPSHOT_EVENTS = 16_384  # in a long step: a take-over replays no more than about so many, some 60 µs each
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
@@ -89,6 +90,8 @@ class Application:
         self._interrupts = 0
         self._stalled: dict[str, str] = {}
         """What waits for the disk (the log, the archive), and why."""
+        self._kept = 0
+        """The last event of which there is a snapshot."""
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -336,7 +339,9 @@ class Application:
 
     def _keep(self, event: events.AnyEvent) -> None:
         """A controller that takes over replays what came after this."""
-        if isinstance(event, events.StepFinished | events.RunStarted | events.ControllerRestarted):
+        is_step = isinstance(event, events.StepFinished | events.RunStarted | events.ControllerRestarted)
+        if is_step or event.seq - self._kept >= SNAPSHOT_EVENTS:
+            self._kept = event.seq
             body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
             self._log.snapshot(event.seq, body)
 

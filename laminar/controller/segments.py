@@ -9,9 +9,10 @@ says that something was written.
 import struct
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +25,7 @@ DAMAGES_SHOWN = 4  # in one message
 _HEAD = struct.Struct("<II")
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     """One delta: response tokens [start, start + n) of an attempt; or a prompt's, of a group or (its own) of an attempt."""
 
     trajectory: int
@@ -37,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """0 = response tokens."""
 
 
-class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """All that one report brought, in its own arrays (`wire.RolloutReport`): a frame costs one entry, not one per trajectory."""
 
     trajectories: bytes
@@ -50,15 +51,6 @@ class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
     tokens: bytes
     logprobs: bytes
     sources: bytes
-
-    def parts(self) -> Iterable[tuple[int, int, int, int, int]]:
-        """(trajectory, attempt, first token in the response, number of tokens, where they begin here) of each."""
-        news, begin = array("i", self.num_new), 0
-        ids, attempts, totals = array("q", self.trajectories), array("i", self.attempts), array("i", self.num_tokens)
-        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
-            if num:
-                yield trajectory, attempt, total - num, num, begin
-            begin += num
 
     def without(self, left_out: list[int]) -> "Deltas":
         """All but those at these places of the arrays."""
@@ -83,10 +75,14 @@ class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     def entries(self) -> Iterable[Entry]:
         """One by one."""
-        for trajectory, attempt, start, num, begin in self.parts():
-            part = slice(4 * begin, 4 * (begin + num))
-            sources = self.sources[begin : begin + num]
-            yield Entry(trajectory, attempt, start, self.tokens[part], self.logprobs[part], sources)
+        news, begin = array("i", self.num_new), 0
+        ids, attempts, totals = array("q", self.trajectories), array("i", self.attempts), array("i", self.num_tokens)
+        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
+            if num:
+                part = slice(4 * begin, 4 * (begin + num))
+                sources = self.sources[begin : begin + num]
+                yield Entry(trajectory, attempt, total - num, self.tokens[part], self.logprobs[part], sources)
+            begin += num
 
 
 Record = Entry | Deltas
@@ -189,8 +185,11 @@ class Past:
         """Of which prompts."""
         self.damages: list[Damage] = []
         self._lengths: dict[str, int] = {}
-        self._deltas: dict[TrajectoryId, list[tuple[int, int, int, int, Record]]] = {}
-        """(attempt, first token in the response, number of tokens, where they begin in the record, record), in order."""
+        self._deltas: defaultdict[int, list[tuple[int, int, int, int, Record]]] = defaultdict(list)
+        """Trajectory -> (attempt, first token in the response, first and last + 1 of its bytes in the record, record), in order.
+
+        Of millions: no objects of their own, and no work on them that can wait.
+        """
         for path in sorted(directory.glob("*.seg")):
             self._read(path)
 
@@ -201,17 +200,25 @@ class Past:
         self.damages += contents.damages
         for record in contents.records:
             if isinstance(record, Deltas):
-                for trajectory, *part in record.parts():
-                    self._take(trajectories, TrajectoryId(trajectory), (*part, record))
+                trajectories.update(dict.fromkeys(self._take(record)))  # type: ignore[arg-type]
             elif record.group:
                 self._take_prompt(record, groups)
             else:
-                part = (record.attempt, record.start, len(record.tokens) // 4, 0, record)
-                self._take(trajectories, TrajectoryId(record.trajectory), part)
+                trajectories[TrajectoryId(record.trajectory)] = None
+                part = (record.attempt, record.start, 0, len(record.tokens), record)
+                self._deltas[record.trajectory].append(part)
 
-    def _take(self, seen: dict[TrajectoryId, None], trajectory: TrajectoryId, part: Any) -> None:
-        seen[trajectory] = None
-        self._deltas.setdefault(trajectory, []).append(part)
+    def _take(self, record: Deltas) -> list[int]:
+        """The trajectories in it."""
+        deltas, begin = self._deltas, 0
+        ids, attempts = array("q", record.trajectories).tolist(), array("i", record.attempts)
+        totals, news = array("i", record.num_tokens), array("i", record.num_new)
+        for trajectory, attempt, total, num in zip(ids, attempts, totals, news, strict=True):
+            if num:
+                end = begin + 4 * num
+                deltas[trajectory].append((attempt, total - num, begin, end, record))
+                begin = end
+        return ids
 
     def _take_prompt(self, entry: Entry, seen: dict[GroupId, None]) -> None:
         group = GroupId(entry.group)
@@ -238,18 +245,21 @@ class Past:
 
     def response(self, trajectory: TrajectoryId, attempt: int, num_tokens: int) -> Tokens:
         """The first `num_tokens` tokens as they were during `attempt`. Raises StartError if they are not all here."""
-        tokens, logprobs, sources = bytearray(), bytearray(), bytearray()
-        for its_attempt, start, num, begin, record in self._deltas.get(trajectory, []):
-            if its_attempt > attempt or 4 * start > len(tokens):
+        tokens, logprobs, sources, length = bytearray(), bytearray(), bytearray(), 0
+        for its_attempt, start, begin, end, record in self._deltas.get(trajectory, ()):
+            if its_attempt > attempt or start > length:
                 continue  # later than asked for, or what it continues is lost
-            del tokens[4 * start :], logprobs[4 * start :], sources[start:]
-            end = begin + num
-            tokens += record.tokens[4 * begin : 4 * end]
-            logprobs += record.logprobs[4 * begin : 4 * end]
-            sources += record.sources[begin:end] or bytes(num)
+            if start < length:
+                del tokens[4 * start :], logprobs[4 * start :], sources[start:]
+            if record.sources:
+                sources += bytes(start - len(sources))
+                sources += record.sources[begin // 4 : end // 4]
+            tokens += record.tokens[begin:end]
+            logprobs += record.logprobs[begin:end]
+            length = len(tokens) // 4
         if len(tokens) < 4 * num_tokens or len(tokens) != len(logprobs):
             raise self._lost(f"{len(tokens) // 4} tokens of trajectory {format_id(trajectory)}", num_tokens)
-        kept = bytes(sources[:num_tokens])
+        kept = bytes(sources[:num_tokens]).ljust(num_tokens, b"\0")
         return Tokens(bytes(tokens[: 4 * num_tokens]), bytes(logprobs[: 4 * num_tokens]), kept if any(kept) else b"")
 
     def prompt(self, record: Trajectory) -> bytes | None:

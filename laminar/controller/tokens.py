@@ -29,7 +29,7 @@ from laminar.ids import GroupId, TrajectoryId, format_id
 SEGMENT_BYTES = 64 << 20  # large enough that files are few, small enough that forgetting frees disk soon
 
 
-class Response(msgspec.Struct):
+class Response(msgspec.Struct, gc=False):
     """One trajectory's response so far."""
 
     group: GroupId

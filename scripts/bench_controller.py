@@ -1,4 +1,4 @@
-"""How much the controller takes in: `python scripts/bench_controller.py [--seconds 30] [--replicas 64,256,1024]`.
+"""How much the controller takes in: `python scripts/bench_controller.py [--seconds 30] [--replicas 64,256,1024] [--alone]`.
 
 A real controller (`python -m laminar.controller` with log, token segments and group commit as configured by default) on one core;
 on another this process simulates its workers over real WebSockets: replicas that report the tokens of all their trajectories four
@@ -6,6 +6,8 @@ times a second and keep each report until it is acknowledged, which it is when i
 Prompts, groups, batches and checkpoints are those of a run, so that what comes in also goes out.
 
 Prints a row per fleet: tokens/s acknowledged, the controller's processor time, how late its event loop was, how late the disk.
+Then, unless `--alone`, a table of the same tokens through TransferQueue's client (`bench/transferqueue_rows.py`, in an environment
+of its own, `.venv-transferqueue`, which is made when it is missing), both as fast as they go.
 """
 
 import argparse
@@ -26,7 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.controller_run import BATCH_GROUPS, ControllerRun  # noqa: E402 - the repository need not be installed
+from laminar import __version__  # noqa: E402 - the repository need not be installed
+from scripts.bench import transferqueue  # noqa: E402
+from scripts.bench.controller_run import BATCH_GROUPS, ControllerRun  # noqa: E402
 from scripts.bench.fleet import PENDING_FRAMES_MAX, Fleet, Load  # noqa: E402
 
 LAG_PROBE_S = 0.005
@@ -70,7 +74,9 @@ def main() -> int:
         window = asyncio.run(measure(load, options))
         print(row(window), flush=True)
         notes += [f"* {load.replicas:,} replicas: {remark}" for remark in remarks(window)]
-    print("", *notes, sep="\n")
+    print("", *notes, sep="\n", flush=True)
+    if not options.alone:
+        compare(options)
     return 0
 
 
@@ -84,6 +90,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-per-report", type=int, default=10, help="of each trajectory (default 10)")
     parser.add_argument("--mean-tokens", type=int, default=2000, help="of a response (default 2000)")
     parser.add_argument("--directory", type=Path, help="where the runs are written (default: a temporary one)")
+    parser.add_argument("--alone", action="store_true", help="without TransferQueue")
+    parser.add_argument(
+        "--transferqueue-python", type=Path, help="interpreter that has TransferQueue (default: one is made)"
+    )
     parser.add_argument("--override", action="append", default=[], help="section.key=value for the controller")
     options = parser.parse_args()
     options.loads = [
@@ -227,6 +237,48 @@ def remarks(window: Window) -> list[str]:
     if window.held_back:
         found.append(f"{window.held_back:,} reports were not made: the controller was {PENDING_FRAMES_MAX} behind")
     return found
+
+
+COMPARED = {"reports": "104 rows × 10 tokens at a time", "groups": "8 whole rows at a time"}
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print the table of both systems, each as fast as it goes."""
+    mean = options.mean_tokens
+    loads = {
+        "reports": Load(256, 104, reports_per_s=16.0, mean_tokens=mean),
+        "groups": Load(256, 8, tokens_per_report=2 * mean, reports_per_s=8.0, mean_tokens=mean),
+    }
+    print(f"\n{COMPARISON}", flush=True)
+    for kind, load in loads.items():
+        window = asyncio.run(measure(load, options))
+        cells = [
+            f"Laminar {__version__}",
+            COMPARED[kind],
+            window.tokens_acknowledged,
+            window.tokens_fetched,
+            window.cpu_s,
+        ]
+        print(compared(*cells, window.seconds, "yes"), flush=True)
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        python = options.transferqueue_python or transferqueue.environment()
+        for found in transferqueue.measure(python, cores, options.seconds, mean):
+            cells = [f"TransferQueue {found.version}", COMPARED[found.kind], found.tokens_put, found.tokens_got]
+            print(compared(*cells, found.servers_cpu_s, found.seconds, "no"), flush=True)
+    except transferqueue.Unavailable as error:
+        print(f"\nTransferQueue is not part of this run: {error}")
+
+
+COMPARISON = """\
+| system | work | taken in, tokens/s | fetched | its processes: cores used | CPU s per 1 M tokens | on disk |
+|---|---|---|---|---|---|---|"""
+
+
+def compared(system: str, work: str, taken: int, fetched: int, cpu_s: float, seconds: float, durable: str) -> str:
+    """One line of it."""
+    rates = f"{taken / seconds:,.0f} | {fetched / seconds:,.0f}"
+    return f"| {system} | {work} | {rates} | {cpu_s / seconds:.2f} | {cpu_s / max(1, taken) * 1e6:.3f} | {durable} |"
 
 
 def _spread(values_s: list[float]) -> str:

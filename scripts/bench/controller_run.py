@@ -4,6 +4,7 @@ The processes that it launches sleep: they only stand in the hosts file. Its dec
 those of any run.
 """
 
+import contextlib
 import json
 import signal
 import stat
@@ -31,6 +32,7 @@ class ControllerRun:
         self._directory, self._core = directory, core
         self._probe = directory / "probe.json"
         self._output = directory / "controller.out"
+        self._launched: list[psutil.Process] = []
         self._arguments = [f"--cluster={directory / 'hosts.txt'}", *_overrides(directory, load), *overrides]
 
     def __enter__(self) -> Self:
@@ -45,15 +47,20 @@ class ControllerRun:
 
     def start(self, arguments: list[str]) -> None:
         """Start the controller with these arguments. RuntimeError if it does not listen in time."""
-        (self.path / "url").unlink(missing_ok=True)
+        before = self._written_at()
         command = [sys.executable, str(SCRIPT), str(self._core), str(self._probe), *arguments]
         with self._output.open("ab") as output:
             self.process = psutil.Popen(command, stdout=output, stderr=output, start_new_session=True)
         deadline = time.monotonic() + START_S
-        while not ((self.path / "url").exists() and (self.path / "token").exists()):
+        while self._written_at() == before:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the controller does not listen:\n{self.output()}")
             time.sleep(0.02)
+
+    def _written_at(self) -> int:
+        """Of the file that says where the controller listens, ns; 0 = there is none."""
+        url = self.path / "url"
+        return url.stat().st_mtime_ns if url.exists() else 0
 
     def resume(self) -> None:
         """Another controller takes the place of one that was killed."""
@@ -94,15 +101,16 @@ class ControllerRun:
 
     def crash(self) -> None:
         """SIGKILL; what it launched lives on."""
+        self._launched += self.process.children()
         self.process.kill()
         self.process.wait()
 
     def kill(self) -> None:
         """The controller and what it launched."""
-        self.process.kill()
-        self.process.wait()
-        for process in psutil.process_iter(["cmdline"]):
-            if str(self._directory / "sleeps") in (process.info["cmdline"] or []):
+        if self.process.is_running():
+            self.crash()
+        for process in self._launched:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
 

@@ -73,6 +73,10 @@ class Replica:
         self.version: Version | None = None
         self.started_at = 0.0
         """When it was last given something, by the monotonic clock."""
+        self.began: dict[int, float] = {}
+        """Trajectory -> when it last began here."""
+        self.failed = False
+        """It says nothing more, and listens to nothing."""
         self._load, self._count = load, count
         self._ids = np.empty(0, np.int64)
         self._attempts, self._totals, self._targets = (np.empty(0, np.int32) for _ in range(3))
@@ -93,11 +97,18 @@ class Replica:
             wire.RolloutReady(num_requests_max=room, kv_tokens_max=kv_tokens_max, context_tokens_max=1 << 20)
         )
         while True:
-            self._take(await self.link.receive())
+            message = await self.link.receive()
+            if self.failed:
+                return
+            self._take(message)
 
     @property
     def num_generating(self) -> int:
         return len(self._ids)
+
+    @property
+    def generating(self) -> list[int]:
+        return self._ids.tolist()
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.AssignGroup):
@@ -111,11 +122,16 @@ class Replica:
         elif isinstance(message, wire.Stop):
             raise LinkClosed(message.reason)
 
+    def complete_oldest(self, num: int) -> None:
+        """Its `num` oldest trajectories end with the next report."""
+        self._targets[:num] = self._totals[:num] + 1
+
     def _begin(self, message: wire.AssignGroup) -> None:
         at = PROMPT_TOKENS * (message.group % 1024)
         self._prompts.append(wire.PromptTokens(group=message.group, tokens=TOKENS[4 * at : 4 * (at + PROMPT_TOKENS)]))
         generated = []
         for start in message.starts:
+            self.began[start.trajectory] = self.started_at
             if start.score_only:
                 self._reward(start.trajectory, start.attempt)
             else:
@@ -151,6 +167,8 @@ class Replica:
 
     def report(self) -> None:
         """Say what one interval brought. Nothing while the controller is too far behind."""
+        if self.failed:
+            return
         self._count_acknowledged()
         if len(self._unacknowledged) >= PENDING_FRAMES_MAX:
             self._count.held_back += 1

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -15,28 +14,20 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from laminar import configfile, hosts, processes
-from laminar.chaos import disk, plan, report
-from laminar.chaos.injector import Injector
-from laminar.chaos.journal import Journal
+from laminar import configfile, hosts
+from laminar.chaos import disk, journal, plan, report, session
 from laminar.chaos.kinds import KINDS, Kind
 from laminar.chaos.plan import Fault
 from laminar.chaos.roster import Roster, roster
 from laminar.chaos.strikes import Striker
 from laminar.chaos.targets import Targets
-from laminar.chaos.trial import Tail, Trial
+from laminar.chaos.trial import Trial
 from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.rundir import RunDirectory
 from laminar.errors import ConfigError, LaminarError
-from laminar.processes import TOKEN
-from laminar.workers.relay import paths
 
-RESTARTS = 1000  # no limit in the way: a loop of crashes would show as a fault from which the run does not recover
-STEPS = 1_000_000
-CHECKPOINT_EVERY = 10
 EXIT_INTERRUPTED = 130
-LEFT_S = 15.0  # for the last processes to go
 EPILOG = """\
 examples:
   python -m laminar.chaos --cluster hosts.txt --config my.toml --random --seed 7 --duration 10m
@@ -122,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     duration_s, gap_s = plan.seconds(options.duration, "--duration"), plan.seconds(options.gap, "--gap")
     say = _teller(options)
     existing = rundir.reopen(options.run) if options.run else None
-    overrides = [] if existing else [f"run.name={_name(options)}", *options.overrides]
+    overrides = [] if existing else [f"run.name={time.strftime('chaos-%Y%m%d-%H%M%S')}", *options.overrides]
     config = configfile.load(existing.config if existing else options.config, overrides)
     hosts_file = existing.hosts if existing else options.cluster
     machines = hosts.load(hosts_file)
@@ -142,15 +133,15 @@ def _run(options: argparse.Namespace) -> int:
         if existing is not None:
             trial.attach()
         else:
-            trial.start(_command(options, config, kinds, overrides, say))
-        also = _inject(options, trial, who, faults, duration_s if options.random else math.inf, say)
-    if not (run.path / "chaos.jsonl").exists():
-        raise ConfigError("no fault struck: " + (trial.lines[-1] if trial.lines else "the run said nothing"))
+            raised = session.raised(config, kinds, options.overrides)
+            say(f"set for this run: {' '.join(raised)}")
+            files = ["--cluster", str(options.cluster), *(["--config", str(options.config)] if options.config else [])]
+            trial.start([*files, *overrides, *raised])
+        striker = Striker(trial, Targets(run, lambda: trial.pid), who, options.disk_quota_mib << 20, options.seed)
+        also = session.inject(trial, striker, faults, duration_s if options.random else math.inf, say)
+    if not (run.path / journal.NAME).exists():
+        raise ConfigError(f"no fault struck: {trial.last_words}")
     return _tell(options, report.make(run.path, also=also))
-
-
-def _name(options: argparse.Namespace) -> str:
-    return time.strftime("chaos-%Y%m%d-%H%M%S")
 
 
 def _teller(options: argparse.Namespace) -> Callable[[str], None]:
@@ -206,76 +197,6 @@ def _check_restarts(config: Config, kinds: list[str]) -> None:
         for part in KINDS[name].may_lose:
             if not limits[part]:
                 raise ConfigError(f"{name} may end this run: it has {part}.restarts = 0; leave it out (--kinds)")
-
-
-def _command(
-    options: argparse.Namespace, config: Config, kinds: list[str], overrides: list[str], say: Callable[[str], None]
-) -> list[str]:
-    """Arguments of the controller, with the limits that faults would run into raised."""
-    given = {override.partition("=")[0] for override in options.overrides}
-    wanted = {
-        "run.steps": STEPS,
-        "rollout.restarts": RESTARTS,
-        "relay.restarts": RESTARTS,
-        "trainer.restarts": RESTARTS,
-        "controller.console": "plain",
-        "log.max_mib": 0,
-    }
-    if not config.trainer.checkpoint_every:
-        wanted["trainer.checkpoint_every"] = CHECKPOINT_EVERY
-    if "corrupt" in kinds:
-        wanted["relay.verify_pulls"] = "true"
-    raised = [f"{key}={value}" for key, value in wanted.items() if key not in given]
-    say(f"set for this run: {' '.join(raised)}")
-    files = ["--cluster", str(options.cluster), *(["--config", str(options.config)] if options.config else [])]
-    return [*files, *overrides, *raised]
-
-
-def _inject(
-    options: argparse.Namespace,
-    trial: Trial,
-    who: Roster,
-    faults: Iterator[Fault],
-    duration_s: float,
-    say: Callable[[str], None],
-) -> dict[str, list[str]]:
-    """Until the plan, the time or the run is over; then stop a run of ours. Further checks with their findings."""
-    tail = Tail(trial.run.database, from_now=not trial.is_own)
-    targets = Targets(trial.run, lambda: trial.pid)
-    striker = Striker(trial, targets, who, options.disk_quota_mib << 20, options.seed)
-    journal = Journal(trial.run.path)
-    injector = Injector(trial, journal, striker, tail, say)
-    token, over_early = "", False
-    try:
-        if injector.await_first_step():
-            token = trial.run.token.read_text()
-            injector.run(faults, time.time() + duration_s)
-        over_early = trial.is_over
-    except KeyboardInterrupt:
-        say("interrupted: no more faults")
-    finally:
-        code = trial.stop()
-    if not trial.is_own:
-        return {}
-    findings = [] if code == 0 and not over_early else [f"the run ended with exit code {code}: {_last(trial)}"]
-    return {"the run ended when it was told to": findings, "nothing left behind": _left(token, trial.run)}
-
-
-def _last(trial: Trial) -> str:
-    said = [line for line in trial.lines if "the run failed" in line] or trial.lines[-1:]
-    return said[0] if said else "it said nothing"
-
-
-def _left(token: str, run: RunDirectory) -> list[str]:
-    """Processes and shared memory of a run that is over."""
-    deadline = time.monotonic() + LEFT_S
-    for wait in itertools.count():
-        found = processes.marked({TOKEN: token}) if token else []
-        shm = [path for path in paths.SHM_ROOT.glob(f"{paths.PREFIX}{run.name}-*")]
-        if not (found or shm) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1 if wait < 10 else 0.5)
-    return [f"pid {p.pid}: {p.name()}" for p in found] + [str(path) for path in shm]
 
 
 def _tell(options: argparse.Namespace, found: report.Report) -> int:

@@ -71,6 +71,12 @@ class Trial:
             return self._process.poll() is not None
         return self._attached is None or not self._attached.is_running()
 
+    @property
+    def last_words(self) -> str:
+        """Why it ended, as far as it says so."""
+        said = [line for line in self.lines if "the run failed" in line or line.startswith("error:")]
+        return (said or self.lines or ["the run said nothing"])[-1]
+
     def start(self, arguments: list[str]) -> None:
         """`python -m laminar.controller` with these arguments. It is not in our process group: Ctrl-C is for us."""
         self._process = subprocess.Popen(

@@ -289,6 +289,21 @@ async def test_a_worker_at_the_door_of_an_older_controller_finds_the_newer_one_b
         assert link.url == newer.url
 
 
+async def test_a_worker_leaves_a_controller_whose_end_it_did_not_see_for_the_one_that_its_supervisor_knows(
+    end: ControllerEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "url"
+    file.write_text(end.url)
+    monkeypatch.setenv(wire.HOST_RENDEZVOUS_VARIABLE, str(file))
+    async with controller_end() as newer, linked(end) as link:
+        link.send(lost(1))
+        await end.until(lambda: len(end.messages) == 1)
+        newer.boot = 2
+        file.write_text(newer.url)
+        await newer.until(lambda: newer.hellos != [])
+        assert link.url == newer.url
+
+
 async def test_a_new_controller_that_remembers_nothing_gets_all_unacknowledged_frames(end: ControllerEnd) -> None:
     async with linked(end) as link:
         link.send(lost(1))

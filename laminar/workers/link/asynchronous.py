@@ -9,12 +9,10 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import os
 import random
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -26,6 +24,7 @@ from laminar.channel import Session
 from laminar.config import Config, ControllerConfig
 from laminar.errors import LaminarError, ProtocolError
 from laminar.ids import WorkerId
+from laminar.workers.link import rendezvous
 from laminar.workers.link.connection import CLOSE_TIMEOUT_S, Connection, binary
 from laminar.workers.link.tokens import fetch_tokens
 
@@ -209,17 +208,9 @@ class Link:
                     return await self._handshake()
             except _LOST as error:
                 why = str(error) or type(error).__name__
-                self.url = self._rendezvous() or self.url
+                if urls := rendezvous.candidates():
+                    self.url = urls[self._attempt % len(urls)]
         raise Orphaned(f"no controller at {self.url} for {limit_s:g} s (last try: {why}); {self._worker} stops")
-
-    def _rendezvous(self) -> str:
-        """Where the controller may have come back: by the run's directory and by our supervisor in turn; empty = neither says."""
-        urls = []
-        for variable in (wire.RENDEZVOUS_VARIABLE, wire.HOST_RENDEZVOUS_VARIABLE):
-            with contextlib.suppress(OSError, ValueError):
-                urls.append(Path(os.environ.get(variable, "")).read_text().strip().rstrip("/"))
-        urls = [url for url in urls if url]
-        return urls[self._attempt % len(urls)] if urls else ""
 
     def _backoff_s(self, deadline: float) -> float:
         delay_s: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._attempt - 1, 10))
@@ -359,23 +350,22 @@ class Link:
                 await self._inbox.put(frame.message)
 
     async def _beat(self, connection: Connection) -> None:
-        """Heartbeats, and an end to a silent connection. A round that came late itself says nothing about the peer."""
-        timings = self._timings
+        """Heartbeats, and an end to a silent connection, or one to a controller whose place another has taken. A round that came
+        late itself says nothing about the peer.
+        """
+        timings, known = self._timings, rendezvous.by_supervisor()
         while True:
             connection.put(self._session.unreliable(wire.Heartbeat(lag_s=self._lag_s)))
             before = time.monotonic()
             await asyncio.sleep(timings.heartbeat_s)
             if connection.heard_at > before:
-                _tell_supervisor()
+                rendezvous.tell_supervisor()
             now = time.monotonic()
             self._lag_s = max(0.0, now - before - timings.heartbeat_s)
             if self._lag_s > timings.heartbeat_s or self._inbox.full():
                 continue
             if now - connection.heard_at > timings.heartbeat_timeout_s:
                 raise TimeoutError(f"nothing heard for {now - connection.heard_at:.1f} s")
-
-
-def _tell_supervisor() -> None:
-    """That we hear a controller, should it have lost its own connection to one."""
-    with contextlib.suppress(OSError):
-        os.utime(os.environ.get(wire.HOST_RENDEZVOUS_VARIABLE, ""))
+            if (url := rendezvous.by_supervisor()) not in ("", known, self.url):
+                self.url = url
+                raise ConnectionResetError(f"a controller is at {url} now")

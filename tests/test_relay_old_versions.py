@@ -1,6 +1,8 @@
 """Old versions that a relay keeps as reverse deltas: rebuilt bit for bit, in bounded memory; what it cannot keep it says."""
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +17,7 @@ from laminar.workers.relay import old_versions, protocol
 from laminar.workers.relay.client import RelayError
 from laminar.workers.relay.digest import combine, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES
+from laminar.workers.relay.slots import SlotTable
 
 NUM_BYTES = 2 * BLOCK_BYTES + 256
 ITEMS = NUM_BYTES // 2
@@ -80,6 +83,71 @@ def test_a_difference_that_is_too_large_is_given_up_early():
     assert old_versions.reverse(raw(old), raw(new), 2, NUM_BYTES // 5, KEEP_ALL) is None
 
 
+# ---- who waits for whom ----------------------------------------------------------------------------------------
+
+
+class Slots:
+    """Versions v0, v1, … in a table of three slots, all the same bytes, in memory."""
+
+    def __init__(self) -> None:
+        self.gone: list[Version] = []
+        self.bytes = [bytearray(NUM_BYTES) for _ in range(3)]
+        self.table = SlotTable(3, lambda *_: None, lambda version: self.old.recycled(version))
+        self.tasks: list[asyncio.Task[None]] = []
+        self.old = old_versions.OldVersions(
+            self.table,
+            0.5,
+            view=lambda slot: memoryview(self.bytes[slot.index]),
+            writable=lambda slot: memoryview(self.bytes[slot.index]),
+            capacity=lambda: NUM_BYTES,
+            on_gone=self.gone.append,
+            start=lambda work, name: self.tasks.append(asyncio.create_task(work, name=name)),
+        )
+
+    def publish(self, step: int) -> None:
+        version, blocks = Version(step, 0), digest_blocks(memoryview(bytes(NUM_BYTES)))
+        assert self.table.begin(version, manifest_of(NUM_BYTES), 0, 1) is not None
+        self.table.commit(version, 0)
+        self.table.finish(version, combine(blocks, NUM_BYTES), blocks)
+
+    async def settled(self) -> None:
+        while self.tasks:
+            await self.tasks.pop()
+
+
+async def test_a_delta_under_way_keeps_no_reader_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots()
+    slots.publish(0)
+    slots.publish(1)
+    slots.publish(2)
+    slots.old.want([Version(0, 0)])
+    await slots.settled()
+    slots.publish(3)
+    assert [(kept.version, kept.base) for kept in slots.old.kept] == [(Version(0, 0), Version(2, 0))]
+    begun = threading.Event()
+
+    def never_done(old, new, item_bytes, bytes_max, is_over):
+        begun.set()
+        while not is_over():
+            time.sleep(0.001)
+        raise old_versions.GaveWayError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(old_versions, "reverse", never_done)
+        slots.old.look()
+        assert await asyncio.to_thread(begun.wait, 30)
+        async with asyncio.timeout(30):
+            await slots.old.restore(Version(3, 0))
+            assert len(slots.tasks) == 1
+            assert not slots.tasks[0].done(), "whoever reads what is READY does not even end it"
+        patched.undo()
+        async with asyncio.timeout(30):
+            await slots.old.restore(Version(0, 0))
+    assert slots.table.ready(Version(0, 0)) is not None
+    await slots.settled()
+    slots.old.close()
+
+
 # ---- a real relay ------------------------------------------------------------------------------------------
 
 
@@ -105,15 +173,15 @@ def versions(relay: Relay) -> tuple[list[int], list[int]]:
     return [kept.version.step for kept in status.old.kept], ready
 
 
-def keeps(relay: Relay, *expected: int) -> None:
-    """Wait for it: deltas are made in the background."""
-    until(relay.client, lambda status: {kept.version.step for kept in status.old.kept} >= set(expected))
+def settled(relay: Relay, *wanted: int) -> None:
+    """Wait until every slot is READY, and what is needed of them but the newest is kept."""
 
+    def nothing_is_due(status: protocol.Status) -> bool:
+        ready = sorted(slot.version for slot in status.slots if slot.state == "ready" and slot.version is not None)
+        needed = {*(Version(step, 0) for step in wanted), *(kept.base for kept in status.old.kept)}
+        return len(ready) == 3 and needed & set(ready[:-1]) <= {kept.version for kept in status.old.kept}
 
-def all_are_kept(status: protocol.Status) -> bool:
-    """Every slot is READY; what is in them, but for the newest, is kept."""
-    ready = [slot.version for slot in status.slots if slot.state == "ready" and slot.version is not None]
-    return len(ready) == 3 and set(ready) - {max(ready)} <= {kept.version for kept in status.old.kept}
+    until(relay.client, nothing_is_due)
 
 
 def reads(relay: Relay, made: list[np.ndarray], number: int) -> None:
@@ -127,7 +195,7 @@ def test_a_wanted_version_outlives_its_slot_over_many_newer_ones_and_is_read_bit
     relay.client.retain([Version(0, 0)])
     publish(relay, made, 2)
     for number in range(3, 9):
-        until(relay.client, all_are_kept)
+        settled(relay, 0)
         publish(relay, made, number)
         kept, ready = versions(relay)
         assert 0 in kept
@@ -147,9 +215,10 @@ def test_what_nobody_wants_any_more_goes_with_what_was_kept_for_it(relay: Relay)
     publish(relay, made, 0, 1)
     relay.client.retain([Version(0, 0)])
     publish(relay, made, 2)
-    keeps(relay, 0)
-    publish(relay, made, 3, 4)
-    until(relay.client, lambda status: len(status.old.kept) > 1)
+    for number in (3, 4):
+        settled(relay, 0)
+        publish(relay, made, number)
+    assert len(versions(relay)[0]) > 1
     relay.client.retain([])
     assert versions(relay)[0] == []
     assert relay.client.status().old.num_bytes == 0
@@ -174,7 +243,7 @@ def test_when_there_is_no_room_for_all_the_oldest_goes(relay: Relay):
     relay.client.retain([Version(number, 0) for number in range(12)])
     for number in range(2, 12):
         publish(relay, made, number)
-        until(relay.client, lambda status: all_are_kept(status) and len(status.old.kept) >= min(number, 3))  # noqa: B023
+        settled(relay, *range(12))
     status = relay.client.status()
     kept, _ = versions(relay)
     assert kept == list(range(kept[0], 11))
@@ -200,15 +269,15 @@ def test_old_versions_are_rebuilt_under_readers_and_publications(relay: Relay):
         except BaseException as error:  # noqa: BLE001 - told by the test's own thread
             failures.append(error)
 
-    keeps(relay, 0)
+    settled(relay, 0, 1)
     publish(relay, made, 3)
-    keeps(relay, 0, 1)
+    settled(relay, 0, 1)
     thread = threading.Thread(target=read)
     thread.start()
     number = 4
     while thread.is_alive() and number < len(made):
         publish(relay, made, number)
-        until(relay.client, all_are_kept)
+        settled(relay, 0, 1)
         number += 1
     thread.join()
     assert not failures, failures

@@ -4,8 +4,8 @@
     slot of v5, when it is next ──encode against v7──► v5 = v7 + delta     v3 depends on it, so it is kept as long
     a reader asks for v3: a slot ◄── bytes of v7, the delta to v5, the delta to v3 ── READY when the digest is v3's
 
-Deltas are made while the slot is still there, by a thread that gives way to everything else; a slot is recycled whether its delta
-is done or not. So nobody waits for a delta but who asks for an old version.
+Deltas are made while the slot is still there, by a thread that gives way to everything else, rebuilding among it; a slot is
+recycled whether its delta is done or not. So nobody waits for a delta but who asks for a version without a slot.
 
 Invariants:
 * A version is kept only while what it is made of is READY or kept itself; with its base it goes too, and the controller is told.
@@ -39,6 +39,10 @@ NICENESS = 10  # a delta that comes too late costs an old version; one in the wa
 REFUSALS_KEPT = 8  # that the status shows
 
 
+class GaveWayError(Exception):
+    """A delta was not made to its end: something else is more urgent."""
+
+
 class Part(NamedTuple):
     """What one block of an older version is made of."""
 
@@ -69,7 +73,7 @@ class Kept(NamedTuple):
 def reverse(
     old: memoryview, new: memoryview, item_bytes: int, bytes_max: int, is_over: Callable[[], bool]
 ) -> list[Part] | None:
-    """What makes `old` of `new`, block by block; None if that takes more than `bytes_max`, or once it `is_over`."""
+    """What makes `old` of `new`, block by block; None if it takes more than `bytes_max`. Raises GaveWayError once it `is_over`."""
     parts, num_bytes = [], 0
     for start in range(0, len(old), BLOCK_BYTES):
         block = old[start : start + BLOCK_BYTES]
@@ -78,8 +82,10 @@ def reverse(
             made = delta.encode(block, new[start : start + BLOCK_BYTES], item_bytes)
         parts.append(Part(bytes(block), False) if made is None else Part(made, True))
         num_bytes += len(parts[-1].data)
-        if num_bytes > bytes_max or is_over():
+        if num_bytes > bytes_max:
             return None
+        if is_over():
+            raise GaveWayError
     return parts
 
 
@@ -134,8 +140,11 @@ class OldVersions:
         self.num_rebuilt = 0
         self._is_looking = False
         self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        """Readers that wait for their turn, which ends that of a delta."""
         self._stop = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="relay-old", initializer=_give_way)
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="relay-delta", initializer=_give_way)
+        self._rebuilding = ThreadPoolExecutor(1, thread_name_prefix="relay-rebuild")
 
     @property
     def kept(self) -> list[Kept]:
@@ -161,9 +170,10 @@ class OldVersions:
         self._stop.set()
 
     def close(self) -> None:
-        """End the thread; blocks until it has."""
+        """End the threads; blocks until they have."""
         self.stop()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._encoding, self._rebuilding):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def want(self, versions: Iterable[Version]) -> None:
         """These are to be kept as long as can be, and no others."""
@@ -186,11 +196,24 @@ class OldVersions:
 
     async def restore(self, version: Version) -> None:
         """Put a kept version into a slot, READY, if it is in none. Raises RelayError."""
-        async with self._turn:
-            if version not in self._kept or self._table.ready(version) is not None:
-                return
-            await self._keep_due()  # or else the slot that this takes would cost another old version
-            await self._rebuild(self._chain(version))
+        if self._is_here(version):
+            return
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            await self._keep_due(gives_way=False)  # or else the slot that this takes would cost another old version
+            if not self._is_here(version):
+                await self._rebuild(self._chain(version))
+        finally:
+            self._turn.release()
+            self.look()
+
+    def _is_here(self, version: Version) -> bool:
+        """Or there is nothing to make it of."""
+        return version not in self._kept or self._table.ready(version) is not None
 
     # ---- making
 
@@ -208,15 +231,15 @@ class OldVersions:
     async def _keep_what_is_due(self) -> None:
         try:
             async with self._turn:
-                await self._keep_due()
+                await self._keep_due(gives_way=True)
         finally:
             self._is_looking = False
 
-    async def _keep_due(self) -> None:
-        while (due := self._due()) is not None and not self._stop.is_set():
-            await self._keep(*due)
+    async def _keep_due(self, *, gives_way: bool) -> None:
+        while (due := self._due()) is not None and not (self._stop.is_set() or (gives_way and self._num_waiting)):
+            await self._keep(*due, gives_way)
 
-    async def _keep(self, slot: Slot, base: Slot) -> None:
+    async def _keep(self, slot: Slot, base: Slot, gives_way: bool) -> None:
         """Nothing is locked meanwhile: a delta of slots that were recycled under it is thrown away."""
         assert slot.version is not None
         assert slot.manifest is not None
@@ -229,9 +252,14 @@ class OldVersions:
                 self._view(base),
                 slot.manifest.item_bytes,
                 self.bytes_max,
-                lambda: self._stop.is_set() or not self._table.has(slot),
+                lambda: self._stop.is_set() or not self._table.has(slot) or (gives_way and self._num_waiting > 0),
             )
-            parts = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            thread = self._encoding if gives_way else self._rebuilding
+            try:
+                parts = await asyncio.get_running_loop().run_in_executor(thread, work)
+            except GaveWayError:
+                if self._table.has(slot):
+                    return
         if not (self._table.has(slot) and self._table.has(base)) or self._stop.is_set():
             reason = "its slot was needed before its delta was done"
             log.info("relay_version_not_kept", version=str(slot.version), reason=reason)
@@ -297,7 +325,7 @@ class OldVersions:
         lease = self._table.follow(root) if self._table.has(root) else None
         try:
             work = partial(rebuild, self._view(root), chain, self._writable(slot), self._stop)
-            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            await asyncio.get_running_loop().run_in_executor(self._rebuilding, work)
         except RelayError:
             self._table.drop(kept.version)
             self._forget(kept.version)

@@ -37,6 +37,8 @@ log = structlog.get_logger("laminar.relay")
 
 NICENESS = 10  # a delta that comes too late costs an old version; one in the way of a publication costs everybody
 REFUSALS_KEPT = 8  # that the status shows
+SAMPLES = 16  # blocks by which a version is judged first, lest a fifth of it is copied in vain
+HOPELESS = 2  # times what would fit: so far a sample may err
 
 
 class GaveWayError(Exception):
@@ -74,19 +76,27 @@ def reverse(
     old: memoryview, new: memoryview, item_bytes: int, bytes_max: int, is_over: Callable[[], bool]
 ) -> list[Part] | None:
     """What makes `old` of `new`, block by block; None if it takes more than `bytes_max`. Raises GaveWayError once it `is_over`."""
+    starts = range(0, len(old), BLOCK_BYTES)
+    sampled = [_part(old, new, start, item_bytes) for start in starts[:: -(-len(starts) // SAMPLES)]]
+    if sum(len(part.data) for part in sampled) * len(starts) > HOPELESS * bytes_max * len(sampled):
+        return None
     parts, num_bytes = [], 0
-    for start in range(0, len(old), BLOCK_BYTES):
-        block = old[start : start + BLOCK_BYTES]
-        made = None
-        if len(block) % delta.WORD_BYTES == 0:
-            made = delta.encode(block, new[start : start + BLOCK_BYTES], item_bytes)
-        parts.append(Part(bytes(block), False) if made is None else Part(made, True))
+    for start in starts:
+        parts.append(_part(old, new, start, item_bytes))
         num_bytes += len(parts[-1].data)
         if num_bytes > bytes_max:
             return None
         if is_over():
             raise GaveWayError
     return parts
+
+
+def _part(old: memoryview, new: memoryview, start: int, item_bytes: int) -> Part:
+    block = old[start : start + BLOCK_BYTES]
+    made = None
+    if len(block) % delta.WORD_BYTES == 0:
+        made = delta.encode(block, new[start : start + BLOCK_BYTES], item_bytes)
+    return Part(bytes(block), False) if made is None else Part(made, True)
 
 
 def rebuild(root: memoryview, chain: list[Kept], target: memoryview, stop: threading.Event) -> None:
@@ -223,9 +233,12 @@ class OldVersions:
     def _due(self) -> tuple[Slot, Slot] | None:
         """A slot that may go, if its version is needed and not kept yet, and the slot of its base."""
         base = self._table.newest
-        for slot in self._table.next_to_go if self._share > 0 else []:
-            if self._is_needed(slot.version) and not (slot.version in self._kept or slot.version in self._refused):
-                return (slot, base) if base is not None else None
+        if base is None or self._share <= 0:
+            return None
+        for slot in self._table.next_to_go:
+            is_settled = slot.version in self._kept or slot.version in self._refused
+            if self._is_needed(slot.version) and not is_settled and slot.manifest == base.manifest:
+                return slot, base
         return None
 
     async def _keep_what_is_due(self) -> None:
@@ -244,44 +257,38 @@ class OldVersions:
         assert slot.version is not None
         assert slot.manifest is not None
         assert base.version is not None
-        parts = None
-        if slot.manifest == base.manifest:
-            work = partial(
-                reverse,
-                self._view(slot),
-                self._view(base),
-                slot.manifest.item_bytes,
-                self.bytes_max,
-                lambda: self._stop.is_set() or not self._table.has(slot) or (gives_way and self._num_waiting > 0),
-            )
-            thread = self._encoding if gives_way else self._rebuilding
-            try:
-                parts = await asyncio.get_running_loop().run_in_executor(thread, work)
-            except GaveWayError:
-                if self._table.has(slot):
-                    return
+        parts, room = None, self.bytes_max - self.num_bytes
+
+        def is_over() -> bool:
+            return self._stop.is_set() or not self._table.has(slot) or (gives_way and self._num_waiting > 0)
+
+        work = partial(reverse, self._view(slot), self._view(base), slot.manifest.item_bytes, room, is_over)
+        thread = self._encoding if gives_way else self._rebuilding
+        try:
+            parts = await asyncio.get_running_loop().run_in_executor(thread, work)
+        except GaveWayError:
+            if self._table.has(slot):
+                return
         if not (self._table.has(slot) and self._table.has(base)) or self._stop.is_set():
             reason = "its slot was needed before its delta was done"
             log.info("relay_version_not_kept", version=str(slot.version), reason=reason)
         elif parts is None:
-            self._refuse(slot.version, f"its difference to {base.version} takes more than {self.bytes_max} bytes")
+            self._make_room_for(slot.version, slot.order)
         elif self._is_needed(slot.version):
-            what = (slot.version, base.version, slot.order, slot.manifest, slot.digest, slot.blocks, slot.canary, parts)
-            self._add(Kept(*what))
+            self._kept[slot.version] = Kept(
+                slot.version, base.version, slot.order, slot.manifest, slot.digest, slot.blocks, slot.canary, parts
+            )
+            log.info("relay_version_kept", version=str(slot.version), base=str(base.version), bytes=self.num_bytes)
 
-    def _add(self, new: Kept) -> None:
-        """If need be in place of older ones, which fewer trajectories need."""
-        reason = f"all deltas together may take {self.bytes_max} bytes"
-        for kept in self.kept:
-            if self.num_bytes + new.num_bytes > self.bytes_max and kept.order < new.order:
-                self._forget(kept.version)
-                self._refuse(kept.version, reason)
+    def _make_room_for(self, version: Version, order: int) -> None:
+        """The oldest one goes, which fewer trajectories need; without an older one this does."""
+        oldest = min(self._kept.values(), key=lambda kept: kept.order, default=None)
+        if oldest is None or oldest.order > order:
+            self._refuse(version, f"its difference to the newest takes more than the {self.bytes_max} bytes of all")
+            return
+        self._forget(oldest.version)
+        self._refuse(oldest.version, f"all deltas together may take {self.bytes_max} bytes, and newer ones go first")
         self._forget_what_is_not_needed()
-        if self.num_bytes + new.num_bytes > self.bytes_max:
-            self._refuse(new.version, reason)
-        elif self._is_needed(new.version):
-            self._kept[new.version] = new
-            log.info("relay_version_kept", version=str(new.version), base=str(new.base), bytes=new.num_bytes)
 
     def _refuse(self, version: Version, reason: str) -> None:
         tell = log.info if self.refusals else log.warning  # at a high learning rate it is so with every version

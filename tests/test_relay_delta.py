@@ -93,6 +93,15 @@ def test_the_pace_settles_on_what_is_faster_and_looks_again_now_and_then():
         assert set(chosen) == {True, False}
 
 
+def test_deltas_that_looked_a_little_slower_once_are_soon_tried_again():
+    pace, took = delta.Pace(), iter([1.5] * delta.RUN_CHUNKS)
+    chosen = []
+    for _ in range(100 * delta.RUN_CHUNKS):
+        chosen.append(pace.prefers_delta())
+        pace.took(1 << 20, next(took, 0.1) if chosen[-1] else 1.0, as_delta=chosen[-1])
+    assert chosen.count(False) < 30 * delta.RUN_CHUNKS
+
+
 class SlowLink:
     """A link of 25 MB/s whose socket takes 4 MiB at once; `sent` says how long a sender was held up."""
 

@@ -35,10 +35,12 @@ WORD_BYTES = 8
 ITEM_TYPES = {2: np.uint16, 4: np.uint32}
 ITEMS_MAX = 1 << 31
 TRY_EVERY = 64
-"""The slower way costs at most what 1 chunk in 64 takes longer by it."""
+"""The slower way is tried in 1 run of 64 at least,"""
+TRY_SHARE = 1 / 16
+"""and more often where it costs at most this share of the time: what was judged while a machine stood still is soon mended."""
 RUN_CHUNKS = 8
 """Twice what Linux lets a socket buffer at chunks of 1 MiB (tcp_wmem, 4 MiB)."""
-SMOOTHING = 0.25
+SMOOTHING = 0.5
 SHARE_MAX = 0.25
 """Of elements that changed; beyond it the delta is not much smaller than the full bytes, and slower to make."""
 
@@ -59,15 +61,15 @@ class Pace:
         self._ways = {False: _Way(), True: _Way()}
         """By whether chunks go as deltas."""
         self._as_delta = True
-        self._num_left = self._num_runs = 0
-        """Chunks of the present run; runs."""
+        self._num_left = self._num_alike = 0
+        """Chunks of the present run; runs since the slower way was tried."""
 
     def prefers_delta(self) -> bool:
         """For the next chunk; now and then the slower way is tried again, since links and versions change."""
         if self._mode != "auto":
             return self._mode == "always"
         if not self._num_left:
-            self._num_runs, self._num_left, self._as_delta = self._num_runs + 1, RUN_CHUNKS, self._next()
+            self._num_left, self._as_delta = RUN_CHUNKS, self._next()
         self._num_left -= 1
         return self._as_delta
 
@@ -79,7 +81,12 @@ class Pace:
         full_s, delta_s = self._ways[False].per_byte_s, self._ways[True].per_byte_s
         if not delta_s or not full_s:
             return not delta_s
-        return (delta_s < full_s) != (self._num_runs % TRY_EVERY == 0)
+        slower_by = max(full_s, delta_s) / min(full_s, delta_s)
+        self._num_alike += 1
+        if self._num_alike < min(TRY_EVERY, slower_by / TRY_SHARE):
+            return delta_s < full_s
+        self._num_alike = 0
+        return delta_s >= full_s
 
 
 class _Way:

@@ -1,12 +1,14 @@
 """The report on a run with faults is clean when nothing is wrong, and finds what is: databases are doctored one thing at a time."""
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from laminar.chaos import verdicts
+from laminar.chaos import evidence, verdicts
 from laminar.chaos.evidence import Evidence
 from laminar.chaos.journal import Strike
 from laminar.core import events
@@ -98,11 +100,11 @@ def test_a_doctored_run_is_not_clean(tmp_path: Path, name: str) -> None:
 
 def test_a_prompt_that_was_drawn_twice_is_found(tmp_path: Path) -> None:
     world = ended()
-    evidence = Evidence(leave(world, tmp_path / "run"), world.core.settings)
-    assert verdicts.prompts_once(evidence, []) == []
-    first, second, *_ = evidence.prompts
-    evidence.prompts[second] = evidence.prompts[first]
-    assert verdicts.prompts_once(evidence, []) == [f"prompt {evidence.prompts[first]} was drawn 2 times in 1 epochs"]
+    found = Evidence(leave(world, tmp_path / "run"), world.core.settings)
+    assert verdicts.prompts_once(found, []) == []
+    first, second, *_ = found.prompts
+    found.prompts[second] = found.prompts[first]
+    assert verdicts.prompts_once(found, []) == [f"prompt {found.prompts[first]} was drawn 2 times in 1 epochs"]
 
 
 def test_a_corrupt_version_that_a_replica_used_is_found(tmp_path: Path) -> None:
@@ -128,6 +130,23 @@ def decoded(world: Cluster) -> list[events.AnyEvent]:
 def set_hosts(run: Path) -> None:
     """All workers of the world are on one host."""
     doctor_event(run, events.RelayJoined, 0, host="h")
+
+
+def test_a_run_that_goes_on_is_judged_as_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ended()
+    run = leave(world, tmp_path / "run")
+    with contextlib.closing(sqlite3.connect(run / "run.db")) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    read = evidence._tables
+
+    def read_while_it_goes_on(database: sqlite3.Connection, boots: list[tuple[object, ...]]) -> evidence.Tables:
+        doctor(run, "INSERT INTO trajectories (id, prompt, group_id) VALUES (77, 7, 7)")
+        return read(database, boots)
+
+    monkeypatch.setattr(evidence, "_tables", read_while_it_goes_on)
+    assert judged(world, run).clean
+    monkeypatch.undo()
+    assert "rows as the log gives them" in broken(judged(world, run))
 
 
 def test_what_is_no_run_with_faults_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,13 @@ CLONE_NEWNS, MS_REC, MS_PRIVATE, MNT_DETACH = 0x00020000, 0x4000, 0x40000, 2
 
 def why_not() -> str:
     """Why there can be none; empty = there can."""
-    return "" if os.geteuid() == 0 else "a file system of its own needs root"
+    if os.geteuid() != 0:
+        return "a file system of its own needs root"
+    try:
+        tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, timeout=10, check=False)
+    except OSError as error:
+        return f"unshare cannot be run: {error.strerror}"
+    return f"this machine makes no mount namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @contextlib.contextmanager

@@ -215,6 +215,7 @@ def _settings(run: Path) -> Settings:
 def _read(path: Path) -> Tables:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("BEGIN")  # one moment of a run that goes on
             boots = database.execute(
                 "SELECT boot, resumed_step, code, continues, outcome FROM boots ORDER BY boot"
             ).fetchall()

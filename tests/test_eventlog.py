@@ -1,6 +1,7 @@
 """The event log on real files: order, durability, group commit, failures, boots, the lock."""
 
 import asyncio
+import errno
 import os
 import sqlite3
 import subprocess
@@ -344,3 +345,39 @@ def test_a_file_system_without_working_locks_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(runlock.fcntl, "flock", lambda file, how: None)
     with pytest.raises(StartError, match=r"no working locks .*choose a local one with run\.dir"):
         begun(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE])
+async def test_a_permission_that_is_lost_is_waited_for_like_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(eventlog, "RETRY_S", 0.01)
+    is_refused = True
+
+    def before_commit() -> tuple[()]:
+        if is_refused:
+            raise OSError(number, os.strerror(number))
+        return ()
+
+    log = begun(tmp_path, before_commit=before_commit)
+    stalls = Stalls(log)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    assert os.strerror(number) in str(await stalls.next())
+    is_refused = False
+    assert await stalls.next() is None
+    await durable(log, 1)
+    log.close()
+
+
+async def test_a_database_that_becomes_read_only_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eventlog, "RETRY_S", 0.01)
+    log = begun(tmp_path)
+    stalls = Stalls(log)
+    log.start(lambda seq: None)
+    log.write("PRAGMA query_only = 1", ())  # what SQLite then says is what it says of a read-only file: SQLITE_READONLY
+    log.append(1, 0.0, "e", b"")
+    assert "readonly" in str(await stalls.next())
+    assert log.failure is None
+    await asyncio.to_thread(log.close)
+    assert "readonly" in str(log.failure)

@@ -1,8 +1,10 @@
 """The relay's directory: names, owners, sweeping."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +140,24 @@ def test_a_run_id_too_long_for_a_socket_says_by_how_much():
     assert len(str(paths.shm_directory(longest) / "relay.sock")) == 107
     with pytest.raises(ConfigError, match="shorten it by 3 bytes"):
         paths.shm_directory(longest + "xxx")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
+def test_a_relay_that_is_started_again_waits_for_room_in_a_full_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOM_LOOK_S", 0.02)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=True)
+    try:
+        filler = tmp_path / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"\0" * 4096)
+        with pytest.raises(StartError, match="No space left"):
+            paths.create("run-1", "runs/one", tmp_path)
+        made = threading.Thread(target=paths.create, args=("run-1", "runs/one", tmp_path), kwargs={"room_s": 50.0})
+        made.start()
+        filler.unlink()
+        made.join(50.0)
+        assert paths.read_owner(tmp_path / "laminar-run-1").pid == os.getpid()
+        assert [path.name for path in tmp_path.iterdir()] == ["laminar-run-1"], "nothing of the tries is left"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

@@ -246,6 +246,32 @@ def test_full_segments_are_followed_by_new_ones_and_lose_nothing(store: TokenSto
 
 
 @pytest.mark.usefixtures("small_segments")
+def test_a_segment_grows_while_no_other_can_be_made_and_what_cannot_be_unlinked_is_unlinked_later(
+    store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    started(store, A)
+    with monkeypatch.context() as locked:
+        locked.setattr(tokens.os, "open", refused)
+        for number in range(20):
+            put(store, A, 1, number + 1, [number])
+        assert len(files(store)) == 1
+    put(store, A, 1, 21, [20])
+    store.sync()
+    assert len(files(store)) == 2
+    assert len(read_segment(store._directory / files(store)[0]).entries) == 21
+    store.forget([A])
+    with monkeypatch.context() as locked:
+        locked.setattr(Path, "unlink", refused)
+        commit(store)
+        assert len(files(store)) == 2
+    commit(store)
+    assert len(files(store)) == 1
+
+
+@pytest.mark.usefixtures("small_segments")
 def test_forgetting_unlinks_every_segment_that_nobody_needs(store: TokenStore) -> None:
     started(store, A)
     started(store, B, group=OTHER)

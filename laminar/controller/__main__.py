@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from laminar import __version__, configfile, hosts, samplers
+from laminar import __version__, configfile, descriptors, hosts, samplers
 from laminar.config import Config
 from laminar.controller import rundir
-from laminar.controller.plan import describe, plan
+from laminar.controller.plan import Process, describe, plan
 from laminar.controller.reach import reach
 from laminar.controller.runlock import RunLock
 from laminar.errors import ConfigError, LaminarError, StartError
@@ -179,7 +179,8 @@ def _start(
     from laminar.controller.preflight import check_hosts
     from laminar.tasks import datasets
 
-    plan(config, machines, "", None)
+    processes = plan(config, machines, "", None)
+    descriptors.require(_num_descriptors(processes), f"{len(processes)} processes")
     if config.log.archive == "parquet":
         archive.require()
     sampler = None if config.buffer.sampler == "fifo" else samplers.load(config.buffer.sampler, "buffer.sampler")
@@ -209,6 +210,11 @@ def _start(
 
     with _log_to(directory.logs / "controller.log"):
         return _run_loop(go)
+
+
+def _num_descriptors(processes: list[Process]) -> int:
+    """Open files and sockets of the controller at most: per worker a channel and a request, per process pipes and its log."""
+    return 128 + sum(2 * process.num_workers + 4 for process in processes)
 
 
 @contextlib.contextmanager

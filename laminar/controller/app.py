@@ -31,6 +31,7 @@ from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
 from laminar.controller.loopwatch import LoopWatch
+from laminar.controller.obstacles import Obstacles
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
@@ -88,8 +89,6 @@ class Application:
         self._damaged: dict[Path, str] = {}
         self._began = time.monotonic()
         self._interrupts = 0
-        self._stalled: dict[str, str] = {}
-        """What waits for the disk (the log, the archive), and why."""
         self._kept = 0
         """The last event of which there is a snapshot."""
 
@@ -188,6 +187,11 @@ class Application:
             stalled=lambda: self._runtime.own(self._why.write(), "why-stalled"),
             archive=self._archive.add if self._archive is not None else None,
         )
+        self._obstacles = Obstacles(
+            [run.path, run.checkpoints, run.tokens, run.logs],
+            failed=lambda reason: self._post(events.StorageFailed(reason=reason)),
+            recovered=self._on_cleared,
+        )
         self._loop_watch = LoopWatch(run.logs, self._on_blocked)
         self._why = WhyStalled(run.path, self._runtime, self._channels, self._log, run.logs)
         self._intake = Intake(self._runtime, self._log, self._tokens, self._telemetry, self._effects.perform)
@@ -261,6 +265,7 @@ class Application:
         self._runtime.start()
         self._runtime.own(self._why.watch_tasks(), "watch-tasks")
         self._runtime.own(self._loop_watch.run(), "watch-loop")
+        self._runtime.own(self._obstacles.watch(), "watch-obstacles")
         url = await self._listen()
         self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
@@ -346,14 +351,11 @@ class Application:
             self._log.snapshot(event.seq, body)
 
     def _on_stalled(self, source: str, reason: str | None) -> None:
-        if reason is not None:
-            self._stalled[source] = reason
-            self._post(events.StorageFailed(reason=reason))
-            return
-        self._stalled.pop(source, None)
-        if not self._stalled:
-            self._display.say("the disk takes everything again")
-            self._post(events.StorageRecovered())
+        self._obstacles.set(source, f"nothing can be written: {reason}" if reason else "")
+
+    def _on_cleared(self) -> None:
+        self._display.say("the disk takes everything again")
+        self._post(events.StorageRecovered())
 
     def _on_alarm(self, alarm: Alarm) -> None:
         self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=alarm.name, text=alarm.text))

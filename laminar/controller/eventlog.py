@@ -16,7 +16,6 @@ Its tables: `laminar.controller.schema`.
 
 import asyncio
 import contextlib
-import errno
 import heapq
 import sqlite3
 import threading
@@ -27,6 +26,7 @@ from typing import Any
 
 from laminar import __version__
 from laminar.controller import schema
+from laminar.controller.obstacles import CLEARABLE
 from laminar.controller.runlock import RunLock
 from laminar.controller.schema import Statement, checksum
 from laminar.controller.upkeep import Alarm, Upkeep
@@ -35,6 +35,10 @@ from laminar.errors import LaminarError, StartError
 Frame = tuple[str, int, int]
 """(worker, incarnation, number) of a frame from a worker."""
 
+CLEARABLE_CODES = (
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_CANTOPEN,
+)  # fmt: skip
 RETRY_S = 1.0  # a full disk is looked at so often
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
 
@@ -334,8 +338,7 @@ class EventLog:
 
 
 def _may_clear(error: OSError | sqlite3.Error) -> bool:
-    """Whether the same write may succeed later: somebody makes room, or lets the database go."""
+    """Whether the same write may succeed later: somebody makes room, gives a permission back, or lets the database go."""
     if isinstance(error, sqlite3.Error):
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in CLEARABLE_CODES
+    return error.errno in CLEARABLE

@@ -38,7 +38,7 @@ def _new_groups(core: Core) -> str:
     if state.stopping:
         return "no more: the run is stopping"
     if state.storage_failure:
-        return f"held back until something can be written again: {state.storage_failure}"
+        return f"held back: {state.storage_failure}"
     outstanding = dispatch.num_outstanding(state)
     texts = {
         "": "begin wherever a replica has room and its refresh policy lets it",

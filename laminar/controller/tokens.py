@@ -261,7 +261,8 @@ class TokenStore:
         with self._lock:
             self._outgoing.append((segment.file, data))
         if segment.num_bytes > SEGMENT_BYTES:
-            self._new_segment()
+            with contextlib.suppress(OSError):  # no file can be made now: this one grows until one can
+                self._new_segment()
 
     def sync(self) -> list[Statement]:
         """Everything handed over so far is on disk when this returns. OSError if the disk does not take it; then it is kept.
@@ -293,10 +294,9 @@ class TokenStore:
     def committed(self) -> None:
         """What `sync` had to say is in the log."""
         self._synced.clear()
-        for path in self._leaving:
-            path.unlink(missing_ok=True)
+        gone = [path for path in self._leaving if _unlinked(path)]  # the others are left for the next commit
         with self._lock:
-            for path in self._leaving:
+            for path in gone:
                 del self._done[path]
         self._leaving = []
 
@@ -306,9 +306,9 @@ class TokenStore:
 
     def _new_segment(self) -> None:
         old = self._open
-        self._open += 1
-        path = self._directory / f"{self._boot:04d}-{self._open:06d}.seg"
+        path = self._directory / f"{self._boot:04d}-{old + 1:06d}.seg"
         file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._open += 1
         self._segments[self._open] = Segment(path, file)
         self._names[file] = path.name
         if old:
@@ -345,6 +345,14 @@ def _joined(outgoing: list[tuple[int, bytes]]) -> dict[int, bytes]:
     for file, part in outgoing:
         parts.setdefault(file, []).append(part)
     return {file: b"".join(some) for file, some in parts.items()}
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def _write(file: int, rest: dict[int, bytes]) -> None:

@@ -52,7 +52,8 @@ class FailureReported(Event, frozen=True, kw_only=True):
 
 
 class StorageFailed(Event, frozen=True, kw_only=True):
-    """Nothing can be written any more: the disk is full, or the log refuses. What goes on anyway is kept in memory."""
+    """Nothing can be written any more, or no file opened: the disk is full, its directory unwritable. What goes on anyway is kept
+    in memory."""
 
     reason: str
 

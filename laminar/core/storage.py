@@ -1,4 +1,5 @@
-"""When the disk is full or the log cannot be written: no new group, no train step and no checkpoint begins, and people are told.
+"""When the disk is full, the log or the run's directory cannot be written, or no file can be opened: no new group, no train step
+and no checkpoint begins, and people are told.
 
 What generates goes on (its tokens wait in memory), retries and moves go on; a step that runs ends. Nothing is lost, unless the run
 is stopped meanwhile: it waits `stop_grace_s` for the disk, then ends without the last checkpoint and says which steps are in none
@@ -14,7 +15,7 @@ from laminar.core.turn import Turn
 def on_failed(turn: Turn, event: StorageFailed) -> None:
     """Begin nothing new; say so once."""
     if not turn.state.storage_failure:
-        text = f"nothing can be written: {event.reason}; no group, step or checkpoint begins until that is cleared"
+        text = f"{event.reason}; no group, step or checkpoint begins until that is cleared"
         turn.emit(RaiseAlarm(cause=turn.cause, name="storage-failed", text=text))
         turn.state.storage_failed_at = turn.at
     turn.state.storage_failure = event.reason

@@ -347,7 +347,7 @@ def _gives_up_saving(turn: Turn) -> bool:
 def _tell_unsaved(turn: Turn) -> None:
     last, first = turn.state.trainer.step, max(turn.state.trainer.checkpoint, 0) + 1
     steps = f"step {last} is" if first == last else f"steps {first} to {last} are"
-    why = f": nothing can be written: {turn.state.storage_failure}" if turn.state.storage_failure else ""
+    why = f": {turn.state.storage_failure}" if turn.state.storage_failure else ""
     text = f"{steps} in no checkpoint{why}; a resumed run trains from step {first} on again"
     turn.emit(RaiseAlarm(cause=turn.cause, name="not-saved", text=text))
 

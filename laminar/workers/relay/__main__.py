@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from laminar import descriptors
 from laminar.config import RelayConfig
 from laminar.errors import LaminarError, StartError
 from laminar.logs import Lossy
@@ -42,12 +43,14 @@ from laminar.workers.transport import RDMA, STREAMS_MAX, TRANSPORTS, make_transp
 log = structlog.get_logger("laminar.relay")
 
 REPORT_S = 1.0  # for people
+ROOM_S = 120.0  # a relay that is started again finds the room of its slots taken: by then somebody may have made some
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
     """Exit status: 0 after a stop that was asked for, 1 otherwise."""
     arguments = _parse()
+    descriptors.raise_limit()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Lossy(sys.stderr)))
     try:
         return asyncio.run(_run(arguments))
@@ -163,7 +166,8 @@ async def _serve_run(arguments: argparse.Namespace) -> int:
         welcome = await link.connect()
         assert link.config is not None
         run = link.config.run
-        directory = paths.create(welcome.run_id, str(Path(run.dir, run.name)))
+        make = partial(paths.create, welcome.run_id, str(Path(run.dir, run.name)), room_s=ROOM_S)
+        directory = await asyncio.to_thread(make)
         config = link.config.relay
         versions = Versions(
             directory, arguments.slots or config.slots, link.send, old_versions_share=config.old_versions_share

@@ -5,6 +5,7 @@ Invariants:
 * Nothing of a live process, of another user or of another PID namespace is ever removed.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -12,15 +13,19 @@ import time
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from laminar.errors import ConfigError, StartError
 from laminar.wire import HOST_VARIABLE
 from laminar.workers.relay.protocol import SOCKET_NAME
 
+log = structlog.get_logger("laminar.relay")
+
 SHM_ROOT = Path("/dev/shm")
 PREFIX = "laminar-"
 OWNER_NAME = "owner.json"
 SOCKET_PATH_MAX = 107  # sun_path of struct sockaddr_un has 108 bytes, the last one is NUL
+ROOM_LOOK_S = 1.0  # somebody has to make room; nobody tells us
 UNOWNED_AGE_S = 60.0  # a directory without a readable owner may be one that is just being made
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -53,26 +58,38 @@ def shm_directory(run_id: str, root: Path = SHM_ROOT, host: str | None = None) -
     return directory
 
 
-def create(run_id: str, run_directory: str, root: Path = SHM_ROOT) -> Path:
+def create(run_id: str, run_directory: str, root: Path = SHM_ROOT, room_s: float = 0.0) -> Path:
     """Make the directory (mode 0700) owned by this process, over what a dead process left of the same run.
 
-    Raises StartError if a live relay serves this run or the directory cannot be made; ConfigError for a bad run id.
+    If `root` is full, room is waited for, `room_s` at most. Blocks. Raises StartError if a live relay serves this run or the
+    directory cannot be made; ConfigError for a bad run id.
     """
     directory = shm_directory(run_id, root)
     _clear_stale(directory)
     own = owner_of(os.getpid(), run_directory)
-    staging = root / f"{PREFIX}new-{own.pid}-{own.start_ticks}-{time.monotonic_ns()}"
+    deadline = time.monotonic() + room_s
+    while (error := _make(directory, own)) is not None:
+        if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+            raise StartError(
+                f"cannot make {directory}: {error.strerror}; is another relay of this run starting, "
+                f"or {root} full or read-only?"
+            ) from error
+        log.warning("relay_waits_for_room", directory=str(root), hint="remove what fills it, or enlarge it")
+        time.sleep(ROOM_LOOK_S)
+    return directory
+
+
+def _make(directory: Path, own: Owner) -> OSError | None:
+    """Make it aside and rename it; why that failed."""
+    staging = directory.parent / f"{PREFIX}new-{own.pid}-{own.start_ticks}-{time.monotonic_ns()}"
     try:
         staging.mkdir(mode=0o700)
         (staging / OWNER_NAME).write_bytes(msgspec.json.encode(own))
         staging.rename(directory)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise StartError(
-            f"cannot make {directory}: {error.strerror}; is another relay of this run starting, "
-            f"or {root} full or read-only?"
-        ) from error
-    return directory
+        return error
+    return None
 
 
 def remove(directory: Path) -> None:

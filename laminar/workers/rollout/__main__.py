@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import structlog
 
+from laminar import descriptors
 from laminar.errors import LaminarError
 from laminar.logs import Lossy
 from laminar.workers.link import Link, Orphaned
@@ -27,6 +28,7 @@ EXIT_STOPPED, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
 def main() -> NoReturn:
     """Run the worker and end the process."""
     arguments = _parse()
+    descriptors.raise_limit()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Lossy(sys.stderr)))
     status = EXIT_FAILED
     try:

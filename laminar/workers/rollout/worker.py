@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from laminar import wire
+from laminar import descriptors, wire
 from laminar.errors import LaminarError, ProtocolError
 from laminar.tasks.rewards import RewardPool
 from laminar.workers.engines.base import Engine
@@ -25,6 +25,11 @@ from laminar.workers.rollout.agents import AgentHost
 from laminar.workers.rollout.engines import EngineChoice, make_engine
 from laminar.workers.rollout.replica import Replica
 from laminar.workers.rollout.text import TextCodec
+
+OPEN_FILES, OPEN_PER_REQUEST = (
+    128,
+    4,
+)  # an agent has three pipes and a call to the proxy; vLLM one connection per request
 
 log = structlog.get_logger("laminar.rollout")
 
@@ -67,6 +72,9 @@ class RolloutWorker:
         self._spawn(self._receive(), "orders")
         config = self._link.config
         assert config is not None
+        if config.task.agent or self._choice.name == "vllm":
+            num = self._choice.max_concurrent or config.rollout.max_concurrent
+            descriptors.require(OPEN_FILES + OPEN_PER_REQUEST * num, f"{num} requests at once (rollout.max_concurrent)")
         codec = await asyncio.to_thread(TextCodec, config.model.path)
         self._rewards = RewardPool(config.task, config.run.seed)
         await self._rewards.start()

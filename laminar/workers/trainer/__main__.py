@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from torch.distributed import DistError
 
-from laminar import wire
+from laminar import descriptors, wire
 from laminar.config import Config
 from laminar.errors import LaminarError
 from laminar.workers.link import LinkRefused, Orphaned, ThreadLink
@@ -34,6 +34,7 @@ EXIT_FAILED, EXIT_ORPHANED = 1, 3
 def main(arguments: list[str] | None = None) -> int:
     """Run one rank until it is stopped; the exit code."""
     options = _parse(arguments)
+    descriptors.raise_limit()
     rank = int(os.environ.get("RANK", "0"))
     link = ThreadLink(options.controller, worker=f"{options.name}/{rank}", role="trainer")
     try:

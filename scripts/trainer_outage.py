@@ -28,7 +28,7 @@ OVERRIDES = (
 WARM_UP_STEPS = 10
 STEPS_SEEN = 5  # whose median is the length of a step
 SHARE_MIN = 0.9
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 
 
 class Sample(NamedTuple):
@@ -123,7 +123,7 @@ def measure(kills: int, seconds: float) -> list[Outage]:
         directory = Path(name)
         wrap = ("taskset", "-c", "0")
         with Run.start(directory, hosts_file(directory), *OVERRIDES, wrap=wrap) as run:
-            run.until_said(rf"^step {WARM_UP_STEPS}/")
+            run.until_said(rf"^step {WARM_UP_STEPS}/", LIMIT_S)
             outages = []
             for _ in range(kills):
                 outages.append(one_outage(run, seconds))

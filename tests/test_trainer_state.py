@@ -233,6 +233,21 @@ def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(model: str, tmp_
     assert "no checkpoint was written (rank 0:" in messages[0]
 
 
+def save_half(config: Config, path: Path) -> str | None:
+    trainer = Trainer(config, device=CPU)
+    (Path(config.model.path) / "config.json").unlink(missing_ok=True)  # the export needs it
+    ended = begin_save(trainer, path, 1)
+    trainer.await_save(LIMIT_S)
+    return ended[0].failure
+
+
+def test_what_was_half_written_of_a_checkpoint_that_failed_is_gone(tmp_path: Path) -> None:
+    config = make_config(make_model(tmp_path / "model"))
+    messages = run_ranks(save_half, 1, tmp_path, config, tmp_path / "checkpoints" / "step-1")
+    assert "config.json" in messages[0]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def save_four(config: Config, directory: Path) -> list[dict[str, Any]]:
     """The weights after each step."""
     trainer, batch, weights = Trainer(config, device=CPU), Batch(), []

@@ -63,7 +63,7 @@ class Scenario:
     """A replica without progress for this long is suspect, or for three flushes if that is longer."""
     checkpoint_every: int = 1
     checkpoint_s: float = 0.0
-    """How long the trainer is busy with a checkpoint."""
+    """How long a checkpoint is being written, while training goes on."""
     answer_s: float = 0.0
     """How long the source of a move goes on before it hears of it."""
     core: tuple[tuple[str, Any], ...] = ()

@@ -30,7 +30,7 @@ class Training:
         self.restart_s = 60.0
         """From the order to start a trainer again until it has loaded its checkpoint."""
         self.checkpoint_s = 0.0
-        """How long the trainer is busy with writing one."""
+        """How long one is being written, while training goes on."""
         self.checkpoint = 0
         """Step of the newest complete one."""
         self.full = False
@@ -128,10 +128,8 @@ class Training:
     def _on_save_checkpoint(self, action: actions.SaveCheckpoint) -> None:
         assert not self.full, f"a checkpoint of step {action.step} begins on a full disk"
         fails = self.world.intercept("checkpoint_failed", action)
-        if self.checkpoint_s:
-            self.free_at = max(self.free_at, self.world.now) + self.checkpoint_s
-        moment = self.free_at if self.checkpoint_s else self.world.now
-        self._at(moment, lambda: self._finish_checkpoint(action.step, fails or self.full))
+        began = max(self.free_at, self.world.now) if self.checkpoint_s else self.world.now
+        self._at(began + self.checkpoint_s, lambda: self._finish_checkpoint(action.step, fails or self.full))
 
     def _finish_checkpoint(self, step: int, failed: bool) -> None:
         if failed:

@@ -92,8 +92,19 @@ def write(
 ) -> None:
     """Write a checkpoint by way of `staging`; all ranks call it, with what no longer changes.
 
-    An older checkpoint of the same name is replaced. Raises CheckpointError on every rank when one failed.
+    An older checkpoint of the same name is replaced. Raises CheckpointError on every rank when one failed; then nothing is left.
     """
+    try:
+        _write(path, staging, state, meta, data_state, source, groups)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
+        raise
+
+
+def _write(
+    path: Path, staging: Path, state: dict[str, Any], meta: Meta, data_state: bytes, source: Source, groups: Groups
+) -> None:
     rank, group = dist.get_rank(), groups.all
     _agree(lambda: _make_room(staging) if rank == 0 else None, group)
     _agree(lambda: dcp.save(state, checkpoint_id=staging / STATE, process_group=group), group)

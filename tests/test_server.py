@@ -23,6 +23,7 @@ from laminar.controller.tokens import TokenStore
 from laminar.errors import StartError
 from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
 from laminar.workers.link import Link, LinkRefused, TokensUnavailable
+from tests.test_tokens import report
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -626,7 +627,7 @@ def store(world: World, tmp_path: Path) -> TokenStore:
         trajectory, group = TrajectoryId(number), GroupId(1000 + number)
         store.start(trajectory, 1, group, resume=False)
         store.put_prompt(group, wire.pack_i32([number]))
-        store.append(trajectory, 1, 2, wire.pack_i32([number, 5]), wire.pack_f32([-1.0, -2.0]), b"")
+        store.take(report([(trajectory, 1, 2, [number, 5])]))
     return store
 
 

@@ -114,7 +114,7 @@ def cable_pulled(machines: Machines, directory: Path) -> None:
 
 def cable_pulled_for_a_while(machines: Machines, directory: Path) -> None:
     """Longer than ssh stands, shorter than workers are waited for: the same processes go on."""
-    with start(machines, directory, *SMALL, *PATIENT, "run.steps=5000") as run:
+    with start(machines, directory, *SMALL, *PATIENT, "relay.link_timeout_s=90", "run.steps=5000") as run:
         run.until_said(r"^step 2/")
         before = pids(machines)
         machines.cable(2, "down")
@@ -122,13 +122,14 @@ def cable_pulled_for_a_while(machines: Machines, directory: Path) -> None:
         machines.cable(2, "up")
         began, num_steps = time.monotonic(), num_steps_of(run)
         run.until(lambda: num_steps_of(run) > num_steps + 1, LIMIT_S)
-        same = "the same processes" if pids(machines) == before else "OTHER PROCESSES"
+        same = "the same processes" if before <= pids(machines) else "OTHER PROCESSES"
         print(
             f"node2's cable was out for {SSH_GIVES_UP_S:g} s; {same} trained on within {time.monotonic() - began:.1f} s"
         )
         stop(run)
     machines.await_nothing_left()
     assert same == "the same processes", run.output
+    assert "alarm: worker-lost" not in run.output, run.output
 
 
 def controller_followed(machines: Machines, directory: Path) -> None:
@@ -145,7 +146,7 @@ def controller_followed(machines: Machines, directory: Path) -> None:
         began = time.monotonic()
         with Run.resume(run.path, wrap=machines.wrap_at(2, "elsewhere")) as second:
             second.until_said(r"^step ", LIMIT_S)
-            same = "the same processes" if pids(machines) == before else "OTHER PROCESSES"
+            same = "the same processes" if before <= pids(machines) else "OTHER PROCESSES"
             took_s = time.monotonic() - began
             print(
                 f"it was killed; one at {machines.address(2)} had {same} finish a step {took_s:.1f} s after its start"

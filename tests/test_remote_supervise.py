@@ -240,9 +240,11 @@ def test_a_process_survives_a_broken_connection_and_may_end_by_itself(connect, t
         f"open({str(done)!r}, 'w').close()"
     )
     connection.started()
+    supervisor = connection.supervisor()
     connection.hang_up()
     go.touch()
     until(done.exists)
+    until(lambda: is_gone(supervisor.pid))
 
 
 @pytest.mark.parametrize("hangs_up", [True, False])

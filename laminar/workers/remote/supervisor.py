@@ -6,7 +6,7 @@ Invariants:
 * It obeys one connection, the last one, never one of a controller with a lower boot number than it has seen.
 * A connection that breaks does not hurt the process. Without a word for `Order.survive_s`, over a connection or by the process's
   own channel, it is ended.
-* The status and the last output are kept for the controller as long; without one they are told to nobody.
+* The status and the last output are kept for the controller as long, but for a status of 0: the process was told to end.
 * Output that nobody takes does not hold up the process: of more than `BUFFER_BYTES_MAX` the oldest are left out, and that is said.
 
 Everything happens in one thread, in `Supervisor.run`.
@@ -240,11 +240,13 @@ class Supervisor:
         if not self._has_ended:
             return False
         connection, now = self._connection, time.monotonic()
-        if connection is not None and ((self._source < 0 and not self._output) or now >= self._flush_by):
+        if connection is not None:
+            if (self._source >= 0 or self._output) and now < self._flush_by:
+                return False
             is_heard = connection.is_heard
             if self._disconnect(self._status) and is_heard:
                 return True
-        return self._is_leaving or now >= self._silent_at
+        return self._is_leaving or self._status == 0 or now >= self._silent_at
 
     # ---- the process ---------------------------------------------------------------------------------------
 

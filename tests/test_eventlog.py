@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from laminar.controller import eventlog, runlock
-from laminar.controller.eventlog import EventLog, Superseded
+from laminar.controller.eventlog import EventLog, Statement, Superseded
 from laminar.errors import StartError
 
 pytestmark = pytest.mark.timeout(30)
@@ -151,6 +152,31 @@ async def test_what_was_queued_together_commits_together(tmp_path: Path) -> None
     await durable(log, 1)
     assert len(rows(tmp_path, "SELECT * FROM events, alarms")) == 1
     log.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_are_inserted_together_leave_what_they_leave_one_by_one(seed: int) -> None:
+    chance = random.Random(seed)
+    kinds = [
+        lambda at: ("INSERT INTO a VALUES (?, ?)", (at, seed)),
+        lambda at: ("INSERT OR REPLACE INTO b VALUES (?, ?, ?)", (chance.randrange(9), "x", at)),
+        lambda at: ("UPDATE b SET name = ? WHERE id < ?", (str(at), chance.randrange(9))),
+        lambda at: ("DELETE FROM a WHERE id = ?", (chance.randrange(1 + at),)),
+    ]
+    batch = [chance.choices(kinds, (200, 200, 1, 1))[0](at) for at in range(chance.randrange(1200))]
+    few = list(eventlog.joined(batch))
+    assert len(few) < 20 + len(batch) / 4
+    assert left_by(few) == left_by(batch)
+
+
+def left_by(batch: list[Statement]) -> list[list[tuple]]:
+    database = sqlite3.connect(":memory:")
+    database.executescript("CREATE TABLE a (id, x); CREATE TABLE b (id INTEGER PRIMARY KEY, name, at)")
+    for statement, parameters in batch:
+        database.execute(statement, parameters)
+    found = [database.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in "ab"]
+    database.close()
+    return found
 
 
 async def test_close_commits_what_is_queued(tmp_path: Path) -> None:

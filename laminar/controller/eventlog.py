@@ -17,6 +17,7 @@ Its tables: `laminar.controller.schema`.
 import asyncio
 import contextlib
 import heapq
+import itertools
 import sqlite3
 import threading
 import time
@@ -40,6 +41,7 @@ CLEARABLE_CODES = (
     sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
 RETRY_S = 1.0  # a full disk is looked at so often
+ROWS_AT_ONCE = (64, 8, 1)  # in one statement; few sizes, because SQLite parses each once
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
 
 
@@ -300,9 +302,9 @@ class EventLog:
     def _write(self, database: sqlite3.Connection, batch: list[Statement], rows: list[tuple[Any, ...]]) -> None:
         of_segments = self._before_commit() if batch else ()
         with database:
-            for statement, parameters in (*batch, *of_segments):
+            of_frames = (("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?)", row) for row in rows)
+            for statement, parameters in joined((*batch, *of_segments, *of_frames)):
                 database.execute(statement, parameters)
-            database.executemany("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?)", rows)
             self._check_boot(database)
         if batch:
             self._after_commit()
@@ -335,6 +337,33 @@ class EventLog:
             if not waiter.done():
                 waiter.set_exception(error)
         self._waiters.clear()
+
+
+def joined(batch: Iterable[Statement]) -> Iterator[Statement]:
+    """The same with the rows of each INSERT together: between two statements the writer waits for the event loop's thread to let
+    go of the interpreter, which takes milliseconds while that is busy.
+
+    INSERTs into different tables are not kept in order, nor need they be; what else there is stays between those around it.
+    """
+    inserts: dict[str, list[Sequence[Any]]] = {}
+    for statement, parameters in batch:
+        if statement.startswith("INSERT"):
+            inserts.setdefault(statement, []).append(parameters)
+        else:
+            yield from _of_many_rows(inserts)
+            inserts = {}
+            yield statement, parameters
+    yield from _of_many_rows(inserts)
+
+
+def _of_many_rows(inserts: dict[str, list[Sequence[Any]]]) -> Iterator[Statement]:
+    for statement, rows in inserts.items():
+        values, begin = statement.partition("VALUES ")[2], 0
+        while begin < len(rows):
+            size = next(size for size in ROWS_AT_ONCE if size <= len(rows) - begin)
+            part = rows[begin : begin + size]
+            yield statement + f", {values}" * (size - 1), list(itertools.chain.from_iterable(part))
+            begin += size
 
 
 def _may_clear(error: OSError | sqlite3.Error) -> bool:

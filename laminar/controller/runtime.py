@@ -48,6 +48,8 @@ class Runtime:
         self._inbox: deque[tuple[events.AnyEvent, Frame | None]] = deque()
         self._draining = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None
+        """Run time for which the timer is set."""
         self._waiting: deque[actions.AnyAction] = deque()
         self._releasing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -189,16 +191,19 @@ class Runtime:
     # ---- time ----------------------------------------------------------------------------------------------
 
     def _set_timer(self) -> None:
+        deadline = self.core.next_deadline() if not self.core.state.finished else None
+        if deadline == self._due:
+            return  # after most events
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self.core.next_deadline()
-        if deadline is not None and not self.core.state.finished:
+        self._due = deadline
+        if deadline is not None:
             delay = max(0.0, deadline - self.now())
             self._timer = asyncio.get_running_loop().call_later(delay + 1e-3, self._fire)
 
     def _fire(self) -> None:
-        self._timer = None
+        self._timer = self._due = None
         self.post(events.TimerFired())
 
     async def _measure_lag(self) -> None:

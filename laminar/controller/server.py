@@ -185,7 +185,8 @@ class Server:
     async def _receive(self, channel: Channel, socket: web.WebSocketResponse) -> str:
         while channel.socket is socket:
             try:
-                frame = await asyncio.wait_for(socket.receive(), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):  # `wait_for` would make a task for every frame
+                    frame = await socket.receive()
             except TimeoutError:
                 return f"silent for {self._timeout_s:g} s"
             try:
@@ -196,6 +197,7 @@ class Server:
                 logger.error("channel.protocol", worker=channel.worker, error=str(error))
                 self.on_message(channel, wire.WorkerFailed(reason=f"protocol error: {error}"), 0)
                 return str(error)
+            await asyncio.sleep(0)  # one that has much to say lets the others, and timers, come between
         return "replaced by a new connection"
 
     def _take(self, channel: Channel, envelope: wire.WorkerEnvelope) -> None:
@@ -211,11 +213,13 @@ class Server:
     async def _send(self, channel: Channel, socket: web.WebSocketResponse, outgoing: "asyncio.Queue[bytes]") -> None:
         while True:
             try:
-                frame = await asyncio.wait_for(outgoing.get(), self._heartbeat_s)
+                async with asyncio.timeout(self._heartbeat_s):
+                    frame = await outgoing.get()
             except TimeoutError:
                 frame = channel.session.unreliable(wire.Heartbeat())
             try:
-                await asyncio.wait_for(socket.send_bytes(frame), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    await socket.send_bytes(frame)
             except (ConnectionError, TimeoutError, RuntimeError):
                 await _close(socket)
                 return

@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart"
 OVERRIDES = (
     "trainer.lr=1e-4",  # the quickstart's is for a hundred steps, here are thousands
-    "trainer.checkpoint_every=10",
+    "trainer.checkpoint_every=20",
+    "trainer.batch_prompts=8",
+    "rollout.local_batch_groups=4",
+    "buffer.max_groups=16",
+    "task.reward_delay_median_s=0.5",  # a slow judge: much is under way when a fault strikes, and half an hour fits on a small disk
+    "task.reward_delay_p99_s=2",
     "task.eval_prompts=0",
     "controller.heartbeat_s=1",
     "controller.heartbeat_timeout_s=8",
@@ -24,6 +29,7 @@ OVERRIDES = (
 AROUND_S = 50.0  # for the start and the end
 FULL_MINUTES, FULL_FAULTS, FULL_KINDS = 30.0, 40, 8
 SHORT_KINDS = 5
+SMALL_MINUTES, SMALL_MIB, LARGE_MIB = 10.0, 384, 1536
 
 
 def main() -> int:
@@ -36,11 +42,12 @@ def main() -> int:
     return 0 if report["clean"] and not problems else 1
 
 
-def soak(minutes: float, seed: int, kinds: list[str], overrides: list[str], gap: str = "8s") -> dict[str, Any]:
+def soak(minutes: float, seed: int, kinds: list[str], overrides: list[str], gap: str = "5s") -> dict[str, Any]:
     """The report of a run with random faults for so long, start and end included. What is said meanwhile goes to stderr."""
+    disk_mib = LARGE_MIB if minutes > SMALL_MINUTES else SMALL_MIB
     command = [
         sys.executable, "-m", "laminar.chaos", "--json", "--quiet", "--random", f"--seed={seed}", f"--gap={gap}",
-        f"--duration={max(10.0, 60 * minutes - AROUND_S)}s", "--disk-mib=768",
+        f"--duration={max(10.0, 60 * minutes - AROUND_S)}s", f"--disk-mib={disk_mib}",
         "--cluster", str(QUICKSTART / "hosts.txt"), "--config", str(QUICKSTART / "config.toml"),
         *([f"--kinds={','.join(kinds)}"] if kinds else []), *OVERRIDES, *overrides,
     ]  # fmt: skip

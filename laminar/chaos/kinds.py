@@ -61,7 +61,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     lasts_s: tuple[float, float] | None = None
     """Shortest and longest that is drawn; None = it is over at once."""
     outlasts: bool = False
-    """Also drawn longer than silence is forgiven, which ends as a loss."""
+    """Also drawn longer than silence is forgiven."""
     kills: tuple[Part, ...] = ()
     """Parts that have to join again."""
     may_lose: tuple[Part, ...] = ()

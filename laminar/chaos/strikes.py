@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,14 +33,22 @@ class Striker:
     def __init__(self, trial: Trial, targets: Targets, roster: Roster, quota_bytes: int, seed: int) -> None:
         self._trial, self._targets, self._roster = trial, targets, roster
         self._quota_bytes, self._seed = quota_bytes, seed
+        self._of_their_own: dict[str, Callable[[Fault, Strike], AbstractContextManager[None]]] = {
+            "kill_controller": self._kill_controller,
+            "slow": self._slow,
+            "cut": self._cut,
+            "drop_frames": self._drop_frames,
+            "fill_disk": self._fill_disk,
+            "corrupt": self._corrupt,
+            "partition": self._partition,
+        }
 
     def harm(self, fault: Fault, strike: Strike) -> AbstractContextManager[None]:
         """What the fault does, on entry; its undoing, on exit. Notes in `strike` who is hit. Raises Impossible."""
-        verb, _, _ = fault.kind.partition("_")
-        if fault.kind in ("kill_controller", "fill_disk", "corrupt", "partition", "cut", "drop_frames", "slow"):
-            return getattr(self, f"_{fault.kind}")(fault, strike)  # type: ignore[no-any-return]
+        if fault.kind in self._of_their_own:
+            return self._of_their_own[fault.kind](fault, strike)
         found = self._found(fault, strike)
-        return harm.killed(found) if verb == "kill" else harm.stopped(found)
+        return harm.killed(found) if fault.kind.startswith("kill_") else harm.stopped(found)
 
     def _found(self, fault: Fault, strike: Strike) -> list[psutil.Process]:
         """The processes of a target."""

@@ -270,14 +270,15 @@ def test_an_occupied_port_is_one_message_and_leaves_no_process_and_no_token(shel
         port = taken.getsockname()[1]
         done = shell.controller(f"controller.port={port}", "run.name=mine")
     shell.refused(done, f"cannot listen on 127.0.0.1:{port}", "controller.port=")
-    left = {path.name for path in (shell.directory / "runs" / "mine").iterdir()}
-    assert "token" not in left
-    assert (shell.directory / "runs" / "mine" / "logs").is_dir()
+    shell.refused(done, f"nothing was started, and {shell.directory}/runs/mine is removed again")
+    assert not (shell.directory / "runs" / "mine").exists()
 
 
 def test_an_interpreter_of_a_host_that_does_not_exist(shell: Shell) -> None:
     shell.write("hosts.txt", "localhost trainer\nlocalhost rollout python=/no/such/python\n")
-    shell.refused(shell.controller(), "cannot start rollout-0", "/no/such/python")
+    done = shell.controller("run.name=mine")
+    shell.refused(done, "cannot start rollout-0", "/no/such/python", "another start may have the same run.name")
+    assert (shell.directory / "runs" / "mine" / "logs" / "trainer-0.log").exists()
 
 
 # ---- run directories ---------------------------------------------------------------------------------------
@@ -383,7 +384,7 @@ def test_a_database_that_is_none(shell: Shell) -> None:
     (run / "run.db").write_bytes(b"no database at all " * 300)
     for name in ("run.db-wal", "run.db-shm"):
         (run / name).unlink(missing_ok=True)
-    shell.refused(shell.run("--resume", str(run)), "cannot use the run's database", "run.db")
+    shell.refused(shell.run("--resume", str(run)), "run.db is damaged (file is not a database)", "--from-checkpoint")
 
 
 def test_an_option_that_does_not_exist(shell: Shell) -> None:

@@ -1,5 +1,6 @@
 """The controller of a real run is killed; another goes on where it was, with the same workers; nothing is lost or done twice."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -27,6 +28,10 @@ def check_steps(run: Run) -> None:
     assert done == [(step, 1) for step in range(1, STEPS + 1)]
     rows = "SELECT count(*), count(DISTINCT id) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY step"
     assert run.query(rows) == [(16, 16)] * STEPS
+    rows = "SELECT step, count(*) FROM metrics WHERE name IN ('reward/mean', 'timing/wall_s') GROUP BY step"
+    assert run.query(rows) == [(step, 2) for step in range(1, STEPS + 1)]
+    lines = [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, STEPS + 1))
     twice = "SELECT prompt FROM trajectories GROUP BY prompt HAVING count(DISTINCT group_id) > 1"
     assert run.query(twice) == []
 
@@ -100,7 +105,13 @@ def test_what_cannot_go_on_as_it_was_is_refused_and_the_checkpoint_is_the_other_
         with Run.resume(first.path, "run.steps=5") as refused:
             assert refused.wait() == 2
         assert "goes on as it was, without run.steps=5" in refused.output
+        (first.path / "run.db").write_bytes(b"damaged" * 1000)
+        with Run.resume(first.path) as refused:
+            assert refused.wait() == 2
+        assert "run.db is damaged" in refused.output
         last = first.checkpoints()[-1] + 2
         with Run.resume(first.path, "--from-checkpoint", f"run.steps={last}") as second:
             assert second.wait() == 0, second.output
         assert f"step {last}/{last}" in second.output
+        assert f"it is kept as {first.path}/run.db.damaged-1" in second.output
+        assert first.query("SELECT boot FROM boots") == [(2,)]

@@ -359,7 +359,20 @@ def test_a_killed_controller_leaves_the_run_free(tmp_path: Path) -> None:
 def test_a_corrupt_database_is_a_start_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "run.db").write_bytes(b"this is no database, but long enough to be read as one" * 100)
     with pytest.raises(StartError, match=r"cannot use the run's database .*run\.db: file is not a database"):
-        begun(tmp_path)
+        EventLog(tmp_path / "run.db", 0.01).begin_boot(1.0, 1, "here", 0, continues=True)
+
+
+def test_a_damaged_database_is_set_aside_by_a_run_that_begins_anew_and_boots_go_on(tmp_path: Path) -> None:
+    for _ in range(3):
+        begun(tmp_path).close()
+    (tmp_path / "run.db").write_bytes(b"this is no database, but long enough to be read as one" * 100)
+    log = begun(tmp_path)
+    assert log.set_aside == (
+        f"{tmp_path}/run.db is damaged (file is not a database); it is kept as {tmp_path}/run.db.damaged-1, a new one begins"
+    )
+    assert log._boot == 4
+    assert (tmp_path / "run.db.damaged-1").read_bytes().startswith(b"this is no database")
+    log.close()
 
 
 def test_a_missing_directory_is_a_start_error(tmp_path: Path) -> None:

@@ -70,6 +70,59 @@ def test_a_directory_that_cannot_be_made_is_a_start_error(tmp_path: Path, name: 
         rundir.create(config(where, name), "")
 
 
+def test_a_run_that_ended_before_its_first_step_leaves_its_name_free_and_its_logs(tmp_path: Path) -> None:
+    run, said = rundir.create(config(tmp_path), ""), list[str]()
+    (run.logs / "trainer-0.log").write_text("no such device\n")
+    boots(run, outcome="trainer-0 did not start", snapshot=True)
+    (run.tokens / "0001-000001.seg").write_bytes(b"left")
+    again = rundir.create(config(tmp_path), "", said.append)
+    assert again.path == run.path
+    assert said == [
+        f"{run.path}: a run of this name ended before its first step; its directory is used again, logs are added to"
+    ]
+    assert not run.database.exists()
+    assert list(run.tokens.iterdir()) == []
+    assert (run.logs / "trainer-0.log").read_text() == "no such device\n"
+
+
+def test_a_run_with_a_step_or_a_checkpoint_or_a_controller_that_was_killed_keeps_its_name(tmp_path: Path) -> None:
+    for name in ("step", "checkpoint", "killed"):
+        run = rundir.create(config(tmp_path, name), "")
+        boots(run, outcome="" if name == "killed" else "stopped", snapshot=True)
+        if name == "step":
+            database = sqlite3.connect(run.database)
+            with database:
+                database.execute("INSERT INTO metrics VALUES (1, 'reward/mean', 0.5)")
+            database.close()
+        if name == "checkpoint":
+            (run.checkpoints / "step-1").mkdir()
+        with pytest.raises(ConfigError, match="exists; resume it"):
+            rundir.create(config(tmp_path, name), "")
+
+
+def test_a_run_that_has_just_begun_keeps_its_name(tmp_path: Path) -> None:
+    run = rundir.create(config(tmp_path), "")
+    log = EventLog(run.database, 0.01)
+    log.begin_boot(1.0, 7, "here", 0)
+    with pytest.raises(StartError, match="in use by the controller with pid 7 on here"):
+        rundir.create(config(tmp_path), "")
+    log.close()
+
+
+def test_what_others_made_or_workers_wrote_to_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    run = rundir.create(config(tmp_path), "")
+    assert "logs are in" in rundir.discard(run)
+    new = rundir.create(config(tmp_path, "new"), "")
+    (new.logs / "controller.log").touch()
+    (new.logs / "relay-0.log").touch()
+    assert "logs are in" in rundir.discard(new)
+    (new.logs / "relay-0.log").unlink()
+    assert "is removed again" in rundir.discard(new)
+    assert not new.path.exists()
+    assert run.path.exists()
+
+
 def resumable(directory: Path, *steps: str) -> RunDirectory:
     run = rundir.create(config(directory), "")
     run.database.touch()

@@ -130,6 +130,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("name a hosts file with --cluster (or a run with --resume); --help shows examples")
     elif options.from_checkpoint:
         raise ConfigError("--from-checkpoint says how to --resume a run; name one")
+    if run is not None and not options.from_checkpoint and (why := run.unreadable()):
+        raise StartError(
+            f"the log {run.database} is damaged ({why}); go on from the last checkpoint with --from-checkpoint"
+        )
     continues = run is not None and not options.from_checkpoint and run.is_interrupted
     if run is not None:
         _check_resume(options, run, continues)
@@ -208,8 +212,13 @@ def _start(
         gc.set_threshold(GC_THRESHOLD)
         return await application.run()
 
-    with _log_to(directory.logs / "controller.log"):
-        return _run_loop(go)
+    try:
+        with _log_to(directory.logs / "controller.log"):
+            return _run_loop(go)
+    except StartError as error:
+        if run is not None:
+            raise
+        raise StartError(f"{error}\n{rundir.discard(directory)}") from error
 
 
 def _num_descriptors(processes: list[Process]) -> int:

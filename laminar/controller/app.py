@@ -21,7 +21,7 @@ import structlog
 
 from laminar import checkpoints, wire
 from laminar.config import Config
-from laminar.controller import recovery
+from laminar.controller import metricsfile, recovery
 from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
@@ -36,7 +36,7 @@ from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
-from laminar.controller.segments import DAMAGES_SHOWN, Past
+from laminar.controller.segments import Past
 from laminar.controller.server import Server
 from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
@@ -169,6 +169,7 @@ class Application:
         if config.log.archive == "parquet":
             stalled = partial(self._on_stalled, "archive")
             self._archive = Archive(run.archive, run.database, self._tokens, stalled)
+        metricsfile.agree(run.metrics, run.database)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(
@@ -213,8 +214,8 @@ class Application:
             recovery.replay(self._history, core, self._channels, self._effects, past)
             self._log.durable = core.state.seq
         self._adopt(past, core)
-        if self._history is not None:
-            self._tell_what_was_cut(past, self._history)
+        for line in filter(None, [self._log.set_aside, *recovery.what_was_cut(self._history, past)]):
+            self._display.say(line)
         return core
 
     def _adopt(self, past: Past, core: Core) -> None:
@@ -226,11 +227,6 @@ class Application:
             self._archive.add_all(trained, held)
         if lost := len(trained) - len(held):
             self._display.say(f"{lost} trained trajectories are not in the archive: the token segments lack theirs")
-
-    def _tell_what_was_cut(self, past: Past, history: recovery.History) -> None:
-        cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages]
-        for line in [*filter(None, [history.left_out]), *cut[:DAMAGES_SHOWN]]:
-            self._display.say(line)
 
     def _run_id_of(self, boot: int) -> str:
         return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"

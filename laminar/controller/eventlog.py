@@ -67,6 +67,8 @@ class EventLog:
         self.durable = 0
         """Highest event seq on disk."""
         self.upkeep = Upkeep(path, bytes_max)
+        self.set_aside = ""
+        """What became of a damaged database, for people."""
         self.run_id = ""
         """Of this process and of all that it continues."""
         self.continues = 0
@@ -115,15 +117,20 @@ class EventLog:
         """Take the run for this process and the next boot number, durably. Raises StartError if that is impossible.
 
         What steps after `resumed_step` left is taken back: they are done again, with other trajectories. Not so if this process
-        `continues` with the state of the one before. `run_id` makes a new run's name, of the boot.
+        `continues` with the state of the one before. `run_id` makes a new run's name, of the boot. A damaged database is set aside
+        by a process that begins anew.
         """
         if not self.run_lock.is_held:
             self.run_lock.take(pid, host)
         try:
+            if not continues and (damage := schema.damage(self.path)):
+                self.set_aside = (
+                    f"{self.path} is damaged ({damage}); it is kept as {schema.set_aside(self.path)}, a new one begins"
+                )
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
                 schema.prepare(database)
-                row = database.execute("SELECT coalesce(max(boot), 0) + 1 FROM boots").fetchone()
-                self._boot = int(row[0])
+                (last,) = database.execute("SELECT coalesce(max(boot), 0) FROM boots").fetchone()
+                self._boot = max(last, self.run_lock.last_boot) + 1
                 if continues:
                     self.run_id, first = schema.continued(database)
                 else:
@@ -134,7 +141,8 @@ class EventLog:
                     "INSERT INTO boots VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL)",
                     (self._boot, started, pid, host, resumed_step, self.run_id, __version__, first),
                 )
-        except sqlite3.Error as error:
+            self.run_lock.note(self._boot)
+        except (OSError, sqlite3.Error) as error:
             self.run_lock.release()
             raise StartError(
                 f"cannot use the run's database {self.path}: {error}; "

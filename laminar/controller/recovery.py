@@ -18,7 +18,7 @@ from laminar.controller import wal
 from laminar.controller.channels import Channels, Kept
 from laminar.controller.effects import Effects
 from laminar.controller.schema import checksum
-from laminar.controller.segments import OTHERWISE, Past
+from laminar.controller.segments import DAMAGES_SHOWN, OTHERWISE, Past
 from laminar.core import events
 from laminar.core.engine import Core
 from laminar.core.records import State
@@ -153,6 +153,14 @@ def replay(history: History, core: Core, channels: Channels, effects: Effects, p
             effects.replay(action)
     effects.tokens = tokens
     channels.vouch(history.frames)
+
+
+def what_was_cut(history: History | None, past: Past) -> list[str]:
+    """For people: what the log and the segments have that is no whole commit, of a run that goes on."""
+    if history is None:
+        return []
+    cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages[:DAMAGES_SHOWN]]
+    return [history.left_out, *cut]
 
 
 def _expect(channels: Channels, event: events.AnyEvent, role: str) -> None:

@@ -4,14 +4,17 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from laminar import checkpoints, configfile
 from laminar.config import Config
+from laminar.controller.runlock import RunLock
 from laminar.errors import ConfigError, StartError
 from laminar.remote import Answer
 
@@ -24,6 +27,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_new = False
+        """Whether this process made the directory."""
 
     @property
     def name(self) -> str:
@@ -76,6 +81,30 @@ class RunDirectory:
     def token(self) -> Path:
         return self.path / "token"
 
+    def unreadable(self) -> str:
+        """Why its database cannot be read; empty = it can."""
+        import sqlite3  # only here: the command line loads little
+
+        try:
+            with contextlib.closing(sqlite3.connect(f"{self.database.as_uri()}?mode=ro", uri=True)) as connection:
+                connection.execute("SELECT max(boot) FROM boots").fetchone()
+        except sqlite3.Error as error:
+            return str(error)
+        return ""
+
+    def has_begun(self) -> bool:
+        """Whether there is anything to go on from: a checkpoint, a step, or a controller that was killed. True if that cannot be
+        known."""
+        import sqlite3
+
+        if self.last_checkpoint() is not None or self.is_interrupted:
+            return True
+        try:
+            with contextlib.closing(sqlite3.connect(f"{self.database.as_uri()}?mode=ro", uri=True)) as connection:
+                return connection.execute("SELECT 1 FROM metrics LIMIT 1").fetchone() is not None
+        except sqlite3.Error:
+            return True
+
     @property
     def is_interrupted(self) -> bool:
         """The last controller of this run ended without a word: killed, or its machine died. False if that cannot be read."""
@@ -95,19 +124,57 @@ class RunDirectory:
         return found[-1] if found else None
 
 
-def create(config: Config, hosts_text: str) -> RunDirectory:
-    """Make the directory of a new run. Raises ConfigError if the name is taken, StartError if it cannot be written."""
+def create(config: Config, hosts_text: str, say: Callable[[str], None] = print) -> RunDirectory:
+    """Make the directory of a new run, or take that of one that ended before its first step.
+
+    Raises ConfigError if the name is taken, StartError if it cannot be written.
+    """
     name = config.run.name or f"{_short(config.task.dataset)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"run.name = {name!r}: a plain directory name is expected: letters, digits, '.', '_' and '-', not a dot first"
         )
     run = RunDirectory((Path(config.run.dir) / name).absolute())
+    run.is_new = not os.path.lexists(run.path)
     if os.path.lexists(run.database):
-        raise ConfigError(f"the run {run.path} exists; resume it with --resume {run.path}, or choose another run.name")
+        if run.has_begun():
+            raise ConfigError(
+                f"the run {run.path} exists; resume it with --resume {run.path}, or choose another run.name"
+            )
+        _use_again(run)
+        say(
+            f"{run.path}: a run of this name ended before its first step; its directory is used again, logs are added to"
+        )
     resolved = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
     _write(run, resolved, hosts_text)
     return run
+
+
+def _use_again(run: RunDirectory) -> None:
+    """Everything but logs goes. Raises StartError if another controller has the run."""
+    lock = RunLock(run.database)
+    lock.take(os.getpid(), socket.gethostname())
+    try:
+        for path in (
+            run.metrics,
+            run.url,
+            run.found,
+            *run.tokens.glob("*.seg"),
+            *run.path.glob(f"{run.database.name}*"),
+        ):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartError(f"cannot clear the run's directory {run.path}: {error}") from error
+    finally:
+        lock.release()
+
+
+def discard(run: RunDirectory) -> str:
+    """Remove the directory of a run that could not start, unless others made it or workers wrote to it: what became of it."""
+    if not run.is_new or any(not path.name.startswith("controller") for path in run.logs.glob("*")):
+        return f"logs are in {run.logs}; another start may have the same run.name"
+    shutil.rmtree(run.path, ignore_errors=True)
+    return f"nothing was started, and {run.path} is removed again"
 
 
 def reopen(path: Path) -> RunDirectory:

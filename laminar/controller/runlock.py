@@ -17,7 +17,10 @@ class RunLock:
 
     def __init__(self, database: Path) -> None:
         self._path, self._run = database.with_suffix(".lock"), database.parent
+        self._holder = ""
         self._file = -1
+        self.last_boot = 0
+        """Highest boot that was noted; for a run whose database is lost."""
 
     @property
     def is_held(self) -> bool:
@@ -44,8 +47,15 @@ class RunLock:
                 f"the file system of {self._run} has no working locks (flock), so two controllers could write one run; "
                 "choose a local one with run.dir"
             )
+        _, _, boot = os.pread(self._file, 256, 0).decode(errors="replace").rpartition("boot ")
+        self.last_boot = int(boot) if boot.strip().isdecimal() else 0
+        self._holder = f"with pid {pid} on {host}"
+        self.note(self.last_boot)
+
+    def note(self, boot: int) -> None:
+        """Which boot of the run this is."""
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"with pid {pid} on {host}\n".encode(), 0)
+        os.pwrite(self._file, f"{self._holder}, boot {boot}\n".encode(), 0)
 
     def check(self) -> None:
         """That it can be taken. Raises as `take`."""

@@ -4,9 +4,13 @@
 (`laminar.controller.recovery`), with a `checksum` of every row; the others are records for people.
 """
 
+import contextlib
+import itertools
+import os
 import sqlite3
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 Statement = tuple[str, Sequence[Any]]
@@ -46,6 +50,29 @@ CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 def checksum(number: int, body: bytes) -> int:
     """CRC-32 of what belongs to a number."""
     return zlib.crc32(body, number & 0xFFFFFFFF)
+
+
+def damage(database: Path) -> str:
+    """What is wrong with the file, if there is one; empty = nothing. Raises sqlite3.Error if it cannot be read at all."""
+    if not database.exists():
+        return ""
+    try:
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise
+        return str(error)
+    return "" if found == "ok" else str(found)
+
+
+def set_aside(database: Path) -> Path:
+    """Give a damaged database, and its write-ahead log, another name. Raises OSError."""
+    number = next(n for n in itertools.count(1) if not Path(f"{database}.damaged-{n}").exists())
+    for suffix in ("-wal", "-shm", ""):  # the database last: it says whether that is done
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{database}{suffix}", f"{database}.damaged-{number}{suffix}")
+    return Path(f"{database}.damaged-{number}")
 
 
 def continued(database: sqlite3.Connection) -> tuple[str, int]:

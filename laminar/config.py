@@ -291,7 +291,7 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
 
 
 class LogConfig(Section, frozen=True, kw_only=True):
-    """[log]: what is kept of a run beside its checkpoints; docs/recovery.md."""
+    """[log]: what is kept of a run beside its checkpoints; docs/storage.md."""
 
     commit_s: float = 0.05
     """Group commit: events wait at most this long for others before they are written (`log/commit_lag_s/max` says how long they

@@ -14,6 +14,7 @@ from laminar.controller import archive, schema
 from laminar.controller.archive import Archive
 from laminar.controller.segments import Past
 from laminar.controller.tokens import TokenStore
+from laminar.core.records import State
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, TrajectoryId
 
@@ -86,11 +87,11 @@ class World:
         self.database.close()
         return World(self.directory, self.boot + 1)
 
-    def take_over(self, committed: int) -> int:
-        """What a start does; how many trajectories were to be archived."""
-        trained = self.archive.unfinished(committed, self.past)
-        self.archive.add_all(trained, self.tokens.adopt(self.past, [], trained))
-        return len(trained)
+    def take_over(self, committed: int) -> str:
+        """What a start does, and says."""
+        state = State()
+        state.trainer.checkpoint = committed
+        return self.archive.adopt(self.past, state)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def world(tmp_path: Path) -> World:
 
 async def test_a_row_has_everything_that_is_known_of_a_trajectory(world: World) -> None:
     world.archive.add(1, world.train(1))
-    assert await world.archive.close() == []
+    assert await world.archive.finish() == ""
     assert world.files() == ["steps-000001-000001-1.parquet"]
     row = world.rows()[1]
     assert row == {
@@ -117,7 +118,7 @@ async def test_tokens_are_forgotten_when_their_file_is_there(world: World) -> No
     ids = world.train(1)
     world.archive.add(1, ids)
     assert world.tokens.prefix(ids[0])[0], "not before"
-    await world.archive.close()
+    await world.archive.finish()
     assert world.tokens.num_bytes == 0
 
 
@@ -128,7 +129,7 @@ async def test_steps_of_one_checkpoint_are_one_file_up_to_its_limit(
     monkeypatch.setattr(archive, "ROW_GROUP_TOKENS", 12)
     for step in range(1, 6):  # of 10, 26, 42, 58 and 74 tokens
         world.archive.add(step, world.train(step))
-    await world.archive.close()
+    await world.archive.finish()
     assert [name[:19] for name in world.files()] == [
         "steps-000001-000002", "steps-000003-000003", "steps-000004-000004", "steps-000005-000005"
     ]  # fmt: skip
@@ -139,7 +140,7 @@ async def test_steps_of_one_checkpoint_are_one_file_up_to_its_limit(
 async def test_what_was_dropped_is_not_there(world: World) -> None:
     ids = world.train(1, dropped=2)
     world.archive.add(1, ids[2:])
-    await world.archive.close()
+    await world.archive.finish()
     assert world.ids() == [3, 4]
 
 
@@ -150,8 +151,8 @@ async def test_a_controller_that_was_killed_before_it_could_write_has_a_successo
     world.train(3)
     world.train(4)
     after = world.killed()
-    assert after.take_over(committed=3) == 2 * PER_STEP
-    await after.archive.close()
+    assert after.take_over(committed=3) == ""
+    await after.archive.finish()
     assert after.ids() == list(range(1, 13))
     assert after.tokens.num_bytes == 0
 
@@ -160,9 +161,10 @@ async def test_what_was_written_is_not_written_again_though_its_tokens_are_still
     for step in (1, 2):
         world.archive.add(step, world.train(step))
     world.tokens.forget = lambda trajectories: None  # type: ignore[method-assign] - killed at that moment
-    await world.archive.close()
+    await world.archive.finish()
     after = world.killed()
-    assert after.take_over(committed=2) == 0
+    after.take_over(committed=2)
+    await after.archive.finish()
     assert after.ids() == list(range(1, 9))
 
 
@@ -172,7 +174,7 @@ async def test_a_file_that_was_being_written_is_removed_and_written_anew(world: 
     after = world.killed()
     assert after.files() == []
     after.take_over(committed=1)
-    await after.archive.close()
+    await after.archive.finish()
     assert after.ids() == [1, 2, 3, 4]
 
 
@@ -184,9 +186,9 @@ async def test_an_archive_that_begins_late_begins_with_what_there_is(world: Worl
     world.tokens.sync()
     world.tokens.committed()
     after = world.killed()
-    assert after.take_over(committed=2) == 0
+    assert after.take_over(committed=2) == ""
     after.archive.add(3, after.train(3))
-    await after.archive.close()
+    await after.archive.finish()
     assert after.ids() == [9, 10, 11, 12]
 
 
@@ -197,9 +199,17 @@ async def test_trained_tokens_that_are_lost_are_left_out_and_the_others_are_arch
     data[data.index(wire.pack_i32([3, 3, 3]))] ^= 1
     path.write_bytes(data)
     after = world.killed()
-    assert after.take_over(committed=1) == 4
-    await after.archive.close()
+    assert after.take_over(committed=1).startswith("1 trained trajectories are not in the archive")
+    await after.archive.finish()
     assert after.ids() == [1, 2, 4]
+
+
+async def test_tokens_that_nobody_wants_in_an_archive_are_forgotten_at_once(world: World) -> None:
+    world.archive = Archive(world.directory / "none", world.directory / "run.db", world.tokens, print, wanted=False)
+    world.archive.add(1, world.train(1))
+    assert world.tokens.num_bytes == 0
+    assert await world.archive.finish() == ""
+    assert not (world.directory / "none").exists()
 
 
 async def test_a_full_disk_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +239,7 @@ async def test_a_run_that_ends_on_a_full_disk_says_what_it_could_not_archive_and
     monkeypatch.setattr(archive, "_sync", full)
     ids = world.train(1)
     world.archive.add(1, ids)
-    assert await world.archive.close() == [1]
+    assert (await world.archive.finish()).startswith("not in the archive yet: steps 1; their tokens are kept")
     assert world.files() == []
     assert world.tokens.prefix(ids[0])[0]
 

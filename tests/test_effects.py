@@ -142,7 +142,16 @@ def start_group(*starts: actions.Start) -> actions.StartGroup:
 
 
 def put(world: World, attempt: int, total: int, ids: list[int]) -> None:
-    world.tokens.append(A, attempt, total, wire.pack_i32(ids), wire.pack_f32([-1.0] * len(ids)), b"")
+    report = wire.RolloutReport(
+        version=None,
+        trajectories=wire.pack_i64([A]),
+        attempts=wire.pack_i32([attempt]),
+        num_tokens=wire.pack_i32([total]),
+        num_new=wire.pack_i32([len(ids)]),
+        tokens=wire.pack_i32(ids),
+        logprobs=wire.pack_f32([-1.0] * len(ids)),
+    )
+    world.tokens.take(report)
 
 
 # ---- each kind of action -----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from laminar import checkpoints, wire
 from laminar.config import Config
@@ -42,7 +41,7 @@ from laminar.controller.status import status_of
 from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.controller.upkeep import MIB, Alarm
+from laminar.controller.upkeep import MIB
 from laminar.controller.whystalled import WhyStalled
 from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
@@ -53,8 +52,6 @@ from laminar.ids import WorkerId
 from laminar.remote import Answer
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.relay import paths
-
-logger = structlog.get_logger(__name__)
 
 REFRESH_S = 0.25  # of the live panel
 LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
@@ -83,14 +80,11 @@ class Application:
         """`reach`: of the controller, by default as configured; `found`: what the check of other hosts found."""
         self._config, self._hosts, self._run, self._prompts = config, hosts, run, prompts
         self._reach, self._found = reach or Reach(config.controller.host, config.controller.host), found
-        self._sampler, self._resume = sampler, resume
-        self._continues = continues
+        self._sampler, self._resume, self._continues = sampler, resume, continues
         self._history: recovery.History | None = None
         self._damaged: dict[Path, str] = {}
-        self._began = time.monotonic()
-        self._interrupts = 0
-        self._kept = 0
-        """The last event of which there is a snapshot."""
+        self._began, self._interrupts = time.monotonic(), 0
+        self._kept = 0  # the last event of which there is a snapshot
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -140,8 +134,8 @@ class Application:
         self._log = EventLog(
             run.database,
             config.log.commit_s,
-            lambda: self._tokens.sync(),
-            lambda: self._tokens.committed(),
+            before_commit=lambda: self._tokens.sync(),
+            after_commit=lambda: self._tokens.committed(),
             bytes_max=config.log.max_mib * MIB,
         )
         self._log.run_lock.take(os.getpid(), socket.gethostname())
@@ -165,10 +159,8 @@ class Application:
             heartbeat_s=config.controller.heartbeat_s,
             timeout_s=config.controller.heartbeat_timeout_s,
         )
-        self._archive = None
-        if config.log.archive == "parquet":
-            stalled = partial(self._on_stalled, "archive")
-            self._archive = Archive(run.archive, run.database, self._tokens, stalled)
+        on_stalled, wanted = partial(self._on_stalled, "archive"), config.log.archive == "parquet"
+        self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
         metricsfile.agree(run.metrics, run.database)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
@@ -186,7 +178,7 @@ class Application:
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
             stalled=lambda: self._runtime.own(self._why.write(), "why-stalled"),
-            archive=self._archive.add if self._archive is not None else None,
+            committed=self._archive.add,
         )
         self._obstacles = Obstacles(
             [run.path, run.checkpoints, run.tokens, run.logs],
@@ -213,20 +205,10 @@ class Application:
             past.check(self._history.segments)
             recovery.replay(self._history, core, self._channels, self._effects, past)
             self._log.durable = core.state.seq
-        self._adopt(past, core)
-        for line in filter(None, [self._log.set_aside, *recovery.what_was_cut(self._history, past)]):
-            self._display.say(line)
+        told = [self._log.set_aside, self._archive.adopt(past, core.state), *recovery.what_was_cut(self._history, past)]
+        if lines := [line for line in told if line]:
+            self._display.say("\n".join(lines))
         return core
-
-    def _adopt(self, past: Past, core: Core) -> None:
-        """Hold the tokens of earlier boots that are still needed; what was committed and not archived goes to the archive."""
-        committed = core.state.trainer.checkpoint
-        trained = self._archive.unfinished(committed, past) if self._archive is not None else []
-        held = self._tokens.adopt(past, core.state.trajectories.values(), trained)
-        if self._archive is not None:
-            self._archive.add_all(trained, held)
-        if lost := len(trained) - len(held):
-            self._display.say(f"{lost} trained trajectories are not in the archive: the token segments lack theirs")
 
     def _run_id_of(self, boot: int) -> str:
         return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"
@@ -242,7 +224,7 @@ class Application:
         self._runtime.settled = self._keep
         self._channels.hurry = self._log.hurry
         self._log.on_stalled = partial(self._on_stalled, "log")
-        self._log.on_alarm = self._on_alarm
+        self._log.on_alarm = lambda alarm: self._raise_alarm(alarm.name, alarm.text)
         self._server.on_message = self._intake.on_message
         self._server.on_broken = lambda c: self._post(
             events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
@@ -353,12 +335,12 @@ class Application:
         self._display.say("the disk takes everything again")
         self._post(events.StorageRecovered())
 
-    def _on_alarm(self, alarm: Alarm) -> None:
-        self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=alarm.name, text=alarm.text))
+    def _raise_alarm(self, name: str, text: str) -> None:
+        self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=name, text=text))
 
     def _on_blocked(self, seconds: float) -> None:
         text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop_watch.path} says in what"
-        self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name="controller-blocked", text=text))
+        self._raise_alarm("controller-blocked", text)
 
     def _on_drain(self, worker: WorkerId) -> str:
         refusal = fleet.why_not_drained(self._runtime.core.state, worker)
@@ -377,9 +359,8 @@ class Application:
 
     def _status(self) -> dict[str, object]:
         metrics = self._telemetry.history[-1] if self._telemetry.history else {}
-        files = {f"{name}_mib": round(size / MIB, 3) for name, size in self._log.upkeep.sizes._asdict().items()}
         status = status_of(self._runtime.core, self._telemetry.relays)
-        return {"run": str(self._run.path), **status, "files": files, "metrics": metrics}
+        return {"run": str(self._run.path), **status, "files": self._log.upkeep.sizes.in_mib(), "metrics": metrics}
 
     # ---- end -----------------------------------------------------------------------------------------------
 
@@ -388,7 +369,8 @@ class Application:
         if is_ours:
             await self._stop_workers()
             await self._runtime.let_through(LAST_ACTIONS_S)
-            await self._finish_archive()
+            if text := await self._archive.finish():
+                self._display.say(text)
         else:
             self._crew.launcher.leave()
         await self._runtime.close()
@@ -402,11 +384,6 @@ class Application:
             with contextlib.suppress(OSError):  # a full disk; the log has the error already
                 part.close()
         self._display.close()
-
-    async def _finish_archive(self) -> None:
-        if self._archive is not None and (left := await self._archive.close()):
-            steps = ", ".join(str(step) for step in left)
-            self._display.say(f"not in the archive yet: steps {steps}; their tokens are kept, --resume archives them")
 
     async def _stop_workers(self) -> None:
         for role in ("rollout", "trainer", "relay"):

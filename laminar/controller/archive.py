@@ -8,7 +8,7 @@ which a controller that takes over knows what is there; <id> is that of the firs
 Invariants:
 * A file is there whole or not at all: it is renamed when it is on disk. Tokens are forgotten only after that.
 * Every trajectory that a checkpoint has committed is in exactly one file, also if the controller was killed in between
-  (`unfinished`). Steps that were undone later stay; their trajectories have a reason in `dropped` of run.db.
+  (`adopt`). Steps that were undone later stay; their trajectories have a reason in `dropped` of run.db.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar import wire
 from laminar.controller.segments import Past
 from laminar.controller.tokens import TokenStore
-from laminar.core.records import Trajectory, TrajectoryState
+from laminar.core.records import State, Trajectory, TrajectoryState
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, PromptId, TrajectoryId
 
@@ -79,23 +79,50 @@ class Archive:
     """
 
     def __init__(
-        self, directory: Path, database: Path, tokens: TokenStore, on_stalled: Callable[[str | None], None]
+        self,
+        directory: Path,
+        database: Path,
+        tokens: TokenStore,
+        on_stalled: Callable[[str | None], None],
+        *,
+        wanted: bool = True,
     ) -> None:
-        directory.mkdir(exist_ok=True)
+        """Not `wanted`: what is added is forgotten."""
+        if wanted:
+            directory.mkdir(exist_ok=True)
         for torn in directory.glob("*.tmp"):
             torn.unlink()
+        self._wanted = wanted
         self._directory, self._database, self._tokens, self._on_stalled = directory, database, tokens, on_stalled
         self._waiting: list[Batch] = []
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     def add(self, step: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """They are on disk in run.db, and held by the token store; both are read later."""
+        """A checkpoint has committed them. They are on disk in run.db, and held by the token store; both are read later."""
+        if not self._wanted:
+            self._tokens.forget(trajectories)
+            return
         self._waiting.append(Batch(step, list(trajectories)))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write_all(), name="archive")
 
-    def unfinished(self, committed: int, past: Past) -> list[Trajectory]:
+    def adopt(self, past: Past, state: State) -> str:
+        """Let the token store hold what earlier boots wrote and is still needed, and archive what the archive lacks.
+
+        Words for people, if some of that is lost. Raises StartError if tokens are lost that the run itself needs.
+        """
+        trained = self._unfinished(state.trainer.checkpoint, past) if self._wanted else []
+        held = set(self._tokens.adopt(past, state.trajectories.values(), trained))
+        for step, records in itertools.groupby(trained, key=lambda record: record.step):
+            if ids := [record.id for record in records if record.id in held]:
+                self.add(step, ids)
+        lost = len(trained) - len(held)
+        return (
+            f"{lost} trained trajectories are not in the archive: the token segments lack their tokens" if lost else ""
+        )
+
+    def _unfinished(self, committed: int, past: Past) -> list[Trajectory]:
         """Trained trajectories that a checkpoint has committed, of which the segments have tokens and no file has a row.
 
         Down from step `committed` to the first that is there: steps are archived in their order.
@@ -110,19 +137,15 @@ class Archive:
                 found.append([_record(*row) for row in rows])
         return [record for records in reversed(found) for record in records]
 
-    def add_all(self, trained: list[Trajectory], held: Iterable[TrajectoryId]) -> None:
-        """Those of `trained` that are held, step by step."""
-        known = set(held)
-        for step, records in itertools.groupby(trained, key=lambda record: record.step):
-            if ids := [record.id for record in records if record.id in known]:
-                self.add(step, ids)
-
-    async def close(self) -> list[int]:
-        """When everything is written, or nothing can be: the steps that are not in the archive. Their tokens are not forgotten."""
+    async def finish(self) -> str:
+        """When everything is written, or nothing can be. Words for people if something is not; its tokens are not forgotten."""
         self._closing.set()
         if self._writer is not None:
             await self._writer
-        return [batch.step for batch in self._waiting]
+        if not self._waiting:
+            return ""
+        steps = ", ".join(str(batch.step) for batch in self._waiting)
+        return f"not in the archive yet: steps {steps}; their tokens are kept, --resume archives them"
 
     async def _write_all(self) -> None:
         stalled = False

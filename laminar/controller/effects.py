@@ -81,15 +81,15 @@ class Effects:
         start_process: Callable[[WorkerId], None],
         alarm: Callable[[str, str], None],
         stalled: Callable[[], None] = lambda: None,
-        archive: Callable[[int, list[TrajectoryId]], None] | None = None,
+        committed: Callable[[int, list[TrajectoryId]], None] | None = None,
     ) -> None:
-        """`archive(step, trajectories)` takes what is committed; None = their tokens are forgotten."""
+        """`committed(step, trajectories)` takes over the tokens of those; None = they are forgotten as well."""
         self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
         self.tokens = tokens
         self._checkpoints, self._keep_last, self._keep_every = checkpoints_at, keep_last, keep_every
         self._sampler = GuardedSampler(sampler) if sampler else None
         self._stop_process, self._alarm, self._stalled = stop_process, alarm, stalled
-        self._start_process, self._archive = start_process, archive
+        self._start_process, self._committed = start_process, committed
         self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
         """Where relays listen for their neighbours."""
         self._table: dict[type, Callable[[Any], None]] = {
@@ -263,8 +263,8 @@ class Effects:
         )  # fmt: skip
 
     def _forget(self, action: actions.ForgetTokens) -> None:
-        if action.step and self._archive is not None:
-            self._archive(action.step, action.trajectories)  # forgets them when it has them
+        if action.step and self._committed is not None:
+            self._committed(action.step, action.trajectories)
         else:
             self.tokens.forget(action.trajectories)
 

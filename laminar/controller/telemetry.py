@@ -12,7 +12,6 @@ from laminar import wire
 from laminar.controller.effects import stalenesses
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
-from laminar.controller.upkeep import MIB
 from laminar.core import events
 from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
@@ -194,7 +193,7 @@ class Telemetry:
             "event_loop_lag/max": self._runtime.take_lag(),
             "laminar/stalled_s": window.stalled_s,
             "log/commit_lag_s/max": self._log.take_lag(),
-            **{f"log/{name}_mib": size / MIB for name, size in self._log.upkeep.sizes._asdict().items()},
+            **{f"log/{name}": size for name, size in self._log.upkeep.sizes.in_mib().items()},
             **{f"agent/{name}": float(num) for name, num in window.agents.items()},
         }
 

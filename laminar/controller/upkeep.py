@@ -3,9 +3,10 @@
     events:  … gone │ base ─ … ─ base ─ … ─ base ─ …  ─ snapshot ─ … ─ snapshot ─ … now
                     └ oldest snapshot                   └──── what a take-over needs ────┘
 
-Bases are snapshots that are kept, so that events leave in whole train steps, about an eighth of the limit at a time, and what is
-left can be replayed from its oldest snapshot. They are deleted, not moved: a second file would hold the same bytes on the same
-disk, and who wants them all can do without a limit. Spans go with the events of their time. Records (trajectories, metrics …) stay.
+Bases are snapshots that are kept, so that events leave in whole train steps (long ones in parts, as snapshots are made), about an
+eighth of the limit at a time, and what is left can be replayed from its oldest snapshot. They are deleted, not moved: a second file
+would hold the same bytes on the same disk, and who wants them all can do without a limit. Spans go with the events of their time.
+Records (trajectories, metrics …) stay.
 
 Invariants:
 * All events after the oldest snapshot are there; the last SNAPSHOTS_KEPT snapshots are never deleted.
@@ -46,6 +47,10 @@ class Sizes(NamedTuple):
     wal: int = 0
     tokens: int = 0
     archive: int = 0
+
+    def in_mib(self) -> dict[str, float]:
+        """By name, `_mib` last."""
+        return {f"{name}_mib": round(size / MIB, 3) for name, size in self._asdict().items()}
 
 
 class Upkeep:

@@ -28,7 +28,12 @@ from hosts_world import Machines, why_not  # noqa: E402
 HOSTS = "localhost rollout\nnode1 trainer\nnode2 rollout\n"
 LIMIT_S = 900.0
 SSH_GIVES_UP_S = 40.0  # ServerAliveInterval x ServerAliveCountMax, and some
-PATIENT = ("controller.heartbeat_timeout_s=90", "controller.orphan_timeout_s=90", "controller.heartbeat_s=1")
+PATIENT = (
+    "controller.heartbeat_timeout_s=90",
+    "controller.orphan_timeout_s=90",
+    "controller.heartbeat_s=1",
+    "controller.start_timeout_s=600",
+)
 FAULTS_OVERRIDES = ("controller.heartbeat_timeout_s=5", "controller.orphan_timeout_s=5", "controller.heartbeat_s=1")
 
 

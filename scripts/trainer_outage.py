@@ -7,10 +7,12 @@ outages is more than 10 % below that of the time before. Needs two cores, `tasks
 """
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +23,11 @@ OVERRIDES = (
     "run.steps=100000",
     "task.eval_prompts=8",
     "buffer.max_groups=100000",  # rollouts are never held back
-    "trainer.mini_batches=4",  # the trainer is the slower one: a batch always waits, so it is always in a step
+    "trainer.mini_batches=16",  # the trainer is the slower one: when a whole batch waits, it is in a step
     "trainer.checkpoint_every=10",
     "trainer.restarts=100",
 )
+BATCH_GROUPS = 32  # of the quickstart
 WARM_UP_STEPS = 10
 STEPS_SEEN = 5  # whose median is the length of a step
 SHARE_MIN = 0.9
@@ -38,6 +41,8 @@ class Sample(NamedTuple):
     num_tokens: int
     """Received so far."""
     step: int
+    num_groups: int
+    """Complete ones that wait for the trainer."""
 
 
 class Outage(NamedTuple):
@@ -54,7 +59,7 @@ class Outage(NamedTuple):
 def sample(run: Run) -> Sample:
     """Now."""
     status = run.status()
-    return Sample(time.monotonic(), status["ledger"]["tokens"]["total"], status["step"])
+    return Sample(time.monotonic(), status["ledger"]["tokens"]["total"], status["step"], status["buffer_groups"])
 
 
 def rate(first: Sample, last: Sample) -> float:
@@ -80,10 +85,10 @@ def hosts_file(directory: Path) -> Path:
     return path
 
 
-def step_seconds(run: Run) -> list[float]:
-    """Of the last steps."""
-    found = run.query("SELECT value FROM metrics WHERE name = 'timing/wall_s' ORDER BY step DESC LIMIT ?", STEPS_SEEN)
-    return [value for (value,) in found]
+def step_seconds(run: Run) -> float:
+    """How long the last steps took."""
+    found = run.query("SELECT value FROM metrics WHERE name = 'timing/step_s' ORDER BY step DESC LIMIT ?", STEPS_SEEN)
+    return statistics.median(value for (value,) in found)
 
 
 def num_launches(run: Run) -> int:
@@ -92,12 +97,16 @@ def num_launches(run: Run) -> int:
     return int(count)
 
 
+def has_begun(run: Run, after: int) -> bool:
+    """Whether the step after the one that has just ended is under way."""
+    now = sample(run)
+    return now.step > after and now.num_groups >= BATCH_GROUPS
+
+
 def kill_in_mid_step(run: Run) -> Sample:
     """Half a step after one has ended; what the controller had then."""
-    length_s = statistics.median(step_seconds(run))
-    ended = sample(run).step
-    run.until(lambda: sample(run).step > ended)
-    time.sleep(length_s / 2)
+    run.until(partial(has_begun, run, sample(run).step), LIMIT_S)
+    time.sleep(step_seconds(run) / 2)
     run.kill_worker("laminar.workers.trainer", "trainer-0")
     return sample(run)
 
@@ -128,9 +137,8 @@ def measure(kills: int, seconds: float) -> list[Outage]:
             for _ in range(kills):
                 outages.append(one_outage(run, seconds))
                 print(tell(outages[-1]), flush=True)
-            for process in run.marked():
-                process.kill()
-            run.until(lambda: not run.marked())
+            run.signal(signal.SIGINT)
+            run.wait(LIMIT_S)
             return outages
 
 

@@ -4,6 +4,7 @@ import pytest
 from core_world import Driver, of, settings
 
 from laminar.core import actions, events, invariants, ledger
+from laminar.core.engine import Core
 from laminar.ids import Version, WorkerId
 from tests.core_world import World
 from tests.test_core_fuzz import check_end
@@ -125,6 +126,23 @@ def test_an_older_step_that_is_no_checkpoint_of_this_run_ends_it_and_changes_not
     assert "but step 4 is already committed" in d.core.state.stopping
     assert not of(new, actions.StartTrainStep)
     assert d.core.state.ledger.trajectories.committed == before
+
+
+def test_a_resumed_run_whose_newest_weights_are_damaged_goes_back_in_the_same_way():
+    before = committed_four()
+    after = Driver(before.core.settings, Core.resumed(before.core.settings, saves(before)[4]))
+    committed = after.core.state.ledger.trajectories.committed
+    after.send(events.RunStarted(boot=2, branch_floor=1))
+    after.send(events.RelayJoined(worker=WorkerId("relay-0"), incarnation=1))
+    after.rank(step=2, damaged=DAMAGED, data_state=saves(before)[2])
+    after.ready(Version(2, 1))
+    after.join("r0")
+    after.refreshed("r0")
+    assert after.core.state.ledger.trajectories.dropped["checkpoint_lost"] == committed // 2
+    while after.core.state.trainer.step < 9:
+        one_step(after)
+    assert (after.core.state.finished, after.core.state.ok) == ("completed", True)
+    assert [step for step, _, _ in trained(after)] == [3, 4, 5, 6, 7, 8, 9]
 
 
 def test_runs_in_which_checkpoints_break_lose_only_what_these_had_committed():

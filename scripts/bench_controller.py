@@ -13,6 +13,7 @@ of its own, `.venv-transferqueue`, which is made when it is missing), both as fa
 import argparse
 import asyncio
 import bisect
+import logging
 import os
 import resource
 import sqlite3
@@ -24,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -68,6 +71,7 @@ def main() -> int:
         return 1
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # links tell of every try
     print(HEADER, flush=True)
     notes: list[str] = []
     for load in options.loads:

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import WSMsgType
+from aiohttp import WSMessage, WSMsgType
 
 from laminar import wire
 from laminar.channel import Session
@@ -104,6 +104,35 @@ async def received(link: Link) -> wire.Message:
 def hello(**changes: object) -> wire.Hello:
     standard = {"protocol": wire.PROTOCOL, "worker": WorkerId("rollout-0"), "role": "rollout", "incarnation": 10}
     return wire.Hello(**(standard | changes))  # type: ignore[arg-type]
+
+
+class Backlog:
+    """A socket that has everything there already, so that reading it never waits."""
+
+    def __init__(self, messages: list[wire.Message]) -> None:
+        session = Session(wire.WorkerEnvelope)
+        self._frames = [WSMessage(WSMsgType.BINARY, session.reliable(message), "") for message in messages]
+
+    async def receive(self) -> WSMessage:
+        return self._frames.pop(0) if self._frames else WSMessage(WSMsgType.CLOSED, None, "")
+
+
+async def test_a_worker_with_much_to_say_lets_others_come_between(world: World) -> None:
+    channel, _ = world.channels.greet(hello())
+    socket = Backlog([lost(step) for step in range(50)])
+    channel.socket = socket  # type: ignore[assignment]
+    heard_at_turns: list[int] = []
+
+    async def other() -> None:
+        while len(world.heard) < 50:
+            heard_at_turns.append(len(world.heard))
+            await asyncio.sleep(0)
+
+    turns = asyncio.create_task(other())
+    assert await world.server._receive(channel, socket) == "closed by the worker"  # type: ignore[arg-type]
+    await turns
+    assert len(set(heard_at_turns)) > 40
+    channel.socket = None
 
 
 class Peer:

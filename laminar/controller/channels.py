@@ -145,6 +145,8 @@ class Channels:
         """Events up to this are on disk: their frames may be forgotten by the workers (said with the next frame)."""
         self._durable = max(self._durable, durable_seq)
         for channel in self._channels.values():
+            if not (channel.undurable or channel.held):
+                continue  # most, at each commit
             channel.release(durable_seq)
             if channel.session.acknowledge - channel.told >= ACKNOWLEDGE_EVERY:
                 channel.told = channel.session.acknowledge

@@ -142,5 +142,6 @@ def _overrides(directory: Path, load: Load) -> list[str]:
         "trainer.checkpoint_every=1",
         f"buffer.max_groups={in_flight + 4 * BATCH_GROUPS}",
         "repack.enabled=false",
+        "controller.heartbeat_timeout_s=60",  # the machine that measures may be busy
         "controller.console=plain",
     ]

@@ -23,6 +23,7 @@ PENDING_FRAMES_MAX = (
     40  # ten seconds at 4 reports/s: beyond it a replica waits, so that a slow controller shows as a lower rate
 )
 SLOTS = 3
+PATIENCE_S = 120.0  # of workers without a controller: the machine that measures may be busy
 BLOCK = 1 << 20
 _numbers = np.random.default_rng(0)
 TOKENS = _numbers.integers(0, 150_000, 2 * BLOCK, dtype=np.int32).tobytes()
@@ -69,7 +70,7 @@ class Replica:
     """One rollout worker."""
 
     def __init__(self, name: str, url: str, token: str, load: Load, count: Count) -> None:
-        self.link = Link(url, worker=name, role="rollout", token=token)
+        self.link = Link(url, worker=name, role="rollout", token=token, orphan_timeout_s=PATIENCE_S)
         self.version: Version | None = None
         self.started_at = 0.0
         """When it was last given something, by the monotonic clock."""
@@ -244,7 +245,7 @@ class Relay:
     """The relay of the only host."""
 
     def __init__(self, url: str, token: str) -> None:
-        self.link = Link(url, worker="relay-0", role="relay", token=token)
+        self.link = Link(url, worker="relay-0", role="relay", token=token, orphan_timeout_s=PATIENCE_S)
         self._held: deque[Version] = deque()
 
     async def run(self) -> None:
@@ -267,7 +268,7 @@ class Trainer:
     """The only rank."""
 
     def __init__(self, url: str, token: str, relay: Relay, count: Count) -> None:
-        self.link = Link(url, worker="trainer-0/0", role="trainer", token=token)
+        self.link = Link(url, worker="trainer-0/0", role="trainer", token=token, orphan_timeout_s=PATIENCE_S)
         self._relay, self._count = relay, count
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ from soak import shortcomings, soak
 pytestmark = pytest.mark.timeout(600)
 
 MINUTES = 3.0
-SEED = 9  # early on: slow, drop_frames, kill_controller, kill_trainer, kill_relay
+SEED = 4496  # early on five kinds that are quickly over: cut, fill_disk, drop_frames, stop_rank, kill_reward
 
 
 def test_a_run_under_random_faults_loses_nothing_that_it_may_not(tmp_path: Path) -> None:

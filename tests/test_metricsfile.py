@@ -31,9 +31,9 @@ def line(step: int, reward: float) -> str:
     return json.dumps({"step": step, "at": 1.5, "reward/mean": reward}) + "\n"
 
 
-def agreed(run: Path, text: str) -> list[dict[str, float]]:
+def agreed(run: Path, text: str, resumed_step: int = 0) -> list[dict[str, float]]:
     (run / "metrics.jsonl").write_text(text)
-    metricsfile.agree(run / "metrics.jsonl", run / "run.db")
+    metricsfile.agree(run / "metrics.jsonl", run / "run.db", resumed_step)
     return [json.loads(each) for each in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -61,7 +61,16 @@ def test_of_a_step_that_was_done_again_the_last_line_counts(run: Path) -> None:
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
+def test_lines_of_steps_in_the_checkpoint_stay_though_a_new_table_does_not_have_them(run: Path) -> None:
+    database = sqlite3.connect(run / "run.db")
+    with database:
+        database.execute("DELETE FROM metrics")
+    database.close()
+    text = "".join(line(step, 0.1) for step in range(1, 6))
+    assert [row["step"] for row in agreed(run, text, resumed_step=3)] == [1, 2, 3]
+
+
 def test_a_new_run_has_no_file_yet(tmp_path: Path) -> None:
     schema.prepare(sqlite3.connect(tmp_path / "run.db"))
-    metricsfile.agree(tmp_path / "metrics.jsonl", tmp_path / "run.db")
+    metricsfile.agree(tmp_path / "metrics.jsonl", tmp_path / "run.db", 0)
     assert not (tmp_path / "metrics.jsonl").exists()

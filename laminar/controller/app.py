@@ -161,7 +161,7 @@ class Application:
         )
         on_stalled, wanted = partial(self._on_stalled, "archive"), config.log.archive == "parquet"
         self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
-        metricsfile.agree(run.metrics, run.database)
+        metricsfile.agree(run.metrics, run.database, resumed)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
         self._effects = Effects(

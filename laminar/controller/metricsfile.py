@@ -12,13 +12,17 @@ from pathlib import Path
 import msgspec
 
 
-def agree(path: Path, database: Path) -> None:
-    """Leave one line for each step of the table, in order: the last there was, else one made of the table. Raises OSError."""
+def agree(path: Path, database: Path, resumed_step: int) -> None:
+    """Leave one line for each step of the table, in order: the last there was, else one made of the table. Raises OSError.
+
+    Lines of steps up to `resumed_step` stay, if the table has them or not: it may have begun anew after a damage.
+    """
+    old = path.read_bytes() if path.exists() else b""
+    known = _lines(old)
     with contextlib.closing(sqlite3.connect(database)) as connection:
-        steps = [row[0] for row in connection.execute("SELECT DISTINCT step FROM metrics ORDER BY step")]
-        old = path.read_bytes() if path.exists() else b""
-        known = _lines(old)
-        lines = [known.get(step) or _line(connection, step) for step in steps]
+        steps = {row[0] for row in connection.execute("SELECT DISTINCT step FROM metrics")}
+        steps |= {step for step in known if step <= resumed_step}
+        lines = [known.get(step) or _line(connection, step) for step in sorted(steps)]
     new = b"".join(line + b"\n" for line in lines)
     if new != old:
         temporary = path.with_suffix(".new")

@@ -64,7 +64,7 @@ class Shell:
             log=self.log,
             tokens=self.tokens,
             prompts=Prompts(),
-            checkpoints=directory / "checkpoints",
+            checkpoints_at=directory / "checkpoints",
             keep_last=2,
             sampler=None,
             stop_process=lambda worker: None,

@@ -161,7 +161,7 @@ def crash_again_and_again(place: Place, num_moments: int) -> str:
     """SIGKILL to the controller at random moments of one run, each time resumed at once: the workers stay, every step is trained
     once, every prompt is drawn once."""
     steps = 20 + 4 * num_moments
-    room = ("task.size=20000", f"run.steps={steps}", "controller.orphan_timeout_s=60", "trainer.checkpoint_every=5")
+    room = ("task.size=20000", f"run.steps={steps}", "controller.orphan_timeout_s=300", "trainer.checkpoint_every=5")
     delays_s, recoveries_s = [], []
     with contextlib.ExitStack() as stack:
         first = run = stack.enter_context(place.start_there(*room))

@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,8 +28,6 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
-from laminar.controller.loopwatch import LoopWatch
-from laminar.controller.obstacles import Obstacles
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
@@ -42,7 +39,7 @@ from laminar.controller.summary import summarize
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
 from laminar.controller.upkeep import MIB
-from laminar.controller.whystalled import WhyStalled
+from laminar.controller.watches import Watches
 from laminar.core import actions, events, fleet
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
@@ -159,11 +156,12 @@ class Application:
             heartbeat_s=config.controller.heartbeat_s,
             timeout_s=config.controller.heartbeat_timeout_s,
         )
-        on_stalled, wanted = partial(self._on_stalled, "archive"), config.log.archive == "parquet"
-        self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
         metricsfile.agree(run.metrics, run.database, resumed)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
+        self._watches = Watches(run, self._runtime, self._channels, self._log, self._alarm, self._display.say)
+        on_stalled, wanted = self._watches.writer("archive"), config.log.archive == "parquet"
+        self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
         self._effects = Effects(
             runtime=self._runtime,
             channels=self._channels,
@@ -177,16 +175,9 @@ class Application:
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
-            stalled=lambda: self._runtime.own(self._why.write(), "why-stalled"),
+            stalled=self._watches.on_stalled,
             committed=self._archive.add,
         )
-        self._obstacles = Obstacles(
-            [run.path, run.checkpoints, run.tokens, run.logs],
-            failed=lambda reason: self._post(events.StorageFailed(reason=reason)),
-            recovered=self._on_cleared,
-        )
-        self._loop_watch = LoopWatch(run.logs, self._on_blocked)
-        self._why = WhyStalled(run.path, self._runtime, self._channels, self._log, run.logs)
         self._intake = Intake(self._runtime, self._log, self._tokens, self._telemetry, self._effects.perform)
         self._crew = Crew(
             config=config,
@@ -223,27 +214,25 @@ class Application:
         self._runtime.observe = self._observe
         self._runtime.settled = self._keep
         self._channels.hurry = self._log.hurry
-        self._log.on_stalled = partial(self._on_stalled, "log")
-        self._log.on_alarm = lambda alarm: self._raise_alarm(alarm.name, alarm.text)
+        self._log.on_stalled = self._watches.writer("log")
+        self._log.on_alarm = lambda alarm: self._alarm(alarm.name, alarm.text)
         self._server.on_message = self._intake.on_message
-        self._server.on_broken = lambda c: self._post(
+        self._server.on_broken = lambda c: self._runtime.post(
             events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
         )
-        self._server.on_returned = lambda c: self._post(
+        self._server.on_returned = lambda c: self._runtime.post(
             events.WorkerReturned(worker=c.worker, incarnation=c.incarnation)
         )
         self._server.token_rows = self._tokens.rows
         self._server.on_drain = self._on_drain
         self._server.status = self._status
-        self._server.why_stalled = self._why.report
-        self._intake.on_stacks = self._why.on_stacks
+        self._server.why_stalled = self._watches.why_stalled.report
+        self._intake.on_stacks = self._watches.why_stalled.on_stacks
 
     async def _start(self) -> None:
         self._log.start(self._channels.acknowledge)
         self._runtime.start()
-        self._runtime.own(self._why.watch_tasks(), "watch-tasks")
-        self._runtime.own(self._loop_watch.run(), "watch-loop")
-        self._runtime.own(self._obstacles.watch(), "watch-obstacles")
+        self._watches.start()
         url = await self._listen()
         self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
@@ -305,9 +294,6 @@ class Application:
             reason = f"{self._log.failure}; this one has stopped, and leaves the run and its workers to that one"
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 
-    def _post(self, event: events.AnyEvent) -> int:
-        return self._runtime.post(event)
-
     def _observe(self, event: events.AnyEvent) -> None:
         self._telemetry.observe(event)
         if isinstance(event, events.StepFinished):
@@ -328,30 +314,19 @@ class Application:
             body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
             self._log.snapshot(event.seq, body)
 
-    def _on_stalled(self, source: str, reason: str | None) -> None:
-        self._obstacles.set(source, f"nothing can be written: {reason}" if reason else "")
-
-    def _on_cleared(self) -> None:
-        self._display.say("the disk takes everything again")
-        self._post(events.StorageRecovered())
-
-    def _raise_alarm(self, name: str, text: str) -> None:
+    def _alarm(self, name: str, text: str) -> None:
         self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=name, text=text))
-
-    def _on_blocked(self, seconds: float) -> None:
-        text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop_watch.path} says in what"
-        self._raise_alarm("controller-blocked", text)
 
     def _on_drain(self, worker: WorkerId) -> str:
         refusal = fleet.why_not_drained(self._runtime.core.state, worker)
-        self._post(events.DrainRequested(worker=worker))
+        self._runtime.post(events.DrainRequested(worker=worker))
         return refusal
 
     def _on_signal(self, name: str) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
             self._display.say(f"{name}: finishing the step and saving a checkpoint; once more to stop at once")
-            self._post(events.StopRequested(reason=f"stopped by {name}"))
+            self._runtime.post(events.StopRequested(reason=f"stopped by {name}"))
             return
         self._crew.launcher.kill()
         self._leave_nothing()
@@ -375,7 +350,7 @@ class Application:
             self._crew.launcher.leave()
         await self._runtime.close()
         await self._server.close()
-        self._loop_watch.close()
+        self._watches.close()
         if is_ours:
             self._leave_nothing()
         self._tokens.finish()

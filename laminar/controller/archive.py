@@ -33,6 +33,7 @@ from laminar.ids import GroupId, PromptId, TrajectoryId
 ROW_GROUP_TOKENS = 4 << 20  # some 40 MiB: what is in memory twice, and what a reader takes at a time
 FILE_TOKENS = 64 << 20  # some 600 MiB: a file ends with the step that reaches this
 RETRY_S = 1.0  # a full disk is looked at so often
+CLOSE_S = 300.0  # for the last files on a slow disk; one that hangs must not hold up the end for ever
 FROM_TABLE = {
     "trajectory_id": "id", "prompt_id": "prompt", "group_id": "group_id", "sibling": "sibling", "attempt": "attempt",
     "step": "step", "behavior_version": "behavior_version", "finish_version": "finish_version",
@@ -141,7 +142,9 @@ class Archive:
         """When everything is written, or nothing can be. Words for people if something is not; its tokens are not forgotten."""
         self._closing.set()
         if self._writer is not None:
-            await self._writer
+            done, _ = await asyncio.wait([self._writer], timeout=CLOSE_S)
+            for writer in done:
+                writer.result()
         if not self._waiting:
             return ""
         steps = ", ".join(str(batch.step) for batch in self._waiting)

@@ -136,7 +136,7 @@ class Launcher:
         for earlier in self._there(process.name):
             await asyncio.wait([self._watchers[process.name]], timeout=TERMINATED_S)
             earlier.let_go()
-            await self._watchers[process.name]
+            await asyncio.wait([self._watchers[process.name]], timeout=TERMINATED_S)
         return await RemoteProcess.spawn(process, marks, log, self._attach_to(process.name), self._survive_s)
 
     def _attach_to(self, name: str) -> Attach:

@@ -29,6 +29,7 @@ logger = structlog.get_logger(__name__)
 
 PIPE_BYTES = 65_536  # so much a fresh pipe takes at once
 START_S = 60.0  # of a Python on a file system that is shared by many
+LAST_WORDS_S = 5.0  # after the client's end: a master connection that it used may keep its stderr open for long
 FOUND_S = 15.0  # workers of hosts that answer must not wait for one that does not
 WORDS_MAX = 50  # last lines of a login's and ssh's before the supervisor answers
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.2, 5.0
@@ -198,7 +199,8 @@ class RemoteProcess:
         status = await self._client.wait()
         if not self._is_attached or self._copying is None:
             return LOST
-        await self._copying
+        await asyncio.wait([self._copying], timeout=LAST_WORDS_S)
+        self._copying.cancel()
         return LOST if status < 0 else status
 
     async def _attach_again(self) -> bool:

@@ -107,7 +107,10 @@ class Server:
         return web.json_response(await self.why_stalled())
 
     async def _tokens(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        try:
+            body = await asyncio.wait_for(request.read(), self._timeout_s)
+        except TimeoutError:
+            return web.json_response({"error": f"the request did not come within {self._timeout_s:g} s"}, status=503)
         try:
             wanted = wire.decode_token_request(body).trajectories
             data = await asyncio.to_thread(lambda: wire.encode(self.token_rows(wanted)))
@@ -213,7 +216,7 @@ class Server:
     async def _send(self, channel: Channel, socket: web.WebSocketResponse, outgoing: "asyncio.Queue[bytes]") -> None:
         while True:
             try:
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(self._heartbeat_s):  # wait_for may lose the cancellation that ends this task
                     frame = await outgoing.get()
             except TimeoutError:
                 frame = channel.session.unreliable(wire.Heartbeat())

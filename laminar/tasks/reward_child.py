@@ -4,6 +4,7 @@ Invariant: a child that is gone (exit, crash, timeout) ends in `serve` returning
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from laminar.tasks.reward_wire import Answer, Ask, Begun, NotReady, Ready, Setup
 
 START_TIMEOUT_S = 120.0  # importing a user's scorer may import torch
 GRACE_S = 0.1  # a late event loop may find the answer already in the pipe
+KILLED_S = 5.0  # for the end of a process that was killed
 CHUNK_BYTES = 1 << 16
 SECRETS = ("LAMINAR_TOKEN",)
 
@@ -111,7 +113,8 @@ class Child:
         """SIGKILL to everything that the child started, and reap it."""
         self._signal()
         self._process._transport.close()  # type: ignore[attr-defined]
-        await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # one that hangs in the kernel ends when that lets go of it
+            await asyncio.wait_for(self._process.wait(), KILLED_S)
 
     def _take(self, message: Ready | NotReady | Begun | Answer, on_answer: Callable[[Job, Answer], None]) -> None:
         self._progress_at = time.monotonic()

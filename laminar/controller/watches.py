@@ -1,0 +1,64 @@
+"""What watches a run from beside its core: obstacles, the event loop, and who waits for whom when nothing happens."""
+
+from collections.abc import Callable
+from functools import partial
+
+from laminar.controller.channels import Channels
+from laminar.controller.eventlog import EventLog
+from laminar.controller.loopwatch import LoopWatch
+from laminar.controller.obstacles import Obstacles
+from laminar.controller.rundir import RunDirectory
+from laminar.controller.runtime import Runtime
+from laminar.controller.whystalled import WhyStalled
+from laminar.core import events
+
+
+class Watches:
+    """`alarm(name, text)` and `say(text)` tell people."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        runtime: Runtime,
+        channels: Channels,
+        log: EventLog,
+        alarm: Callable[[str, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.why_stalled = WhyStalled(run.path, runtime, channels, log, run.logs)
+        self._runtime, self._alarm, self._say = runtime, alarm, say
+        self._loop = LoopWatch(run.logs, self._on_blocked)
+        self._obstacles = Obstacles(
+            [run.path, run.checkpoints, run.tokens, run.logs],
+            failed=lambda reason: runtime.post(events.StorageFailed(reason=reason)),
+            recovered=self._on_cleared,
+        )
+
+    def start(self) -> None:
+        """Watch until the runtime closes."""
+        self._runtime.own(self.why_stalled.watch_tasks(), "watch-tasks")
+        self._runtime.own(self._loop.run(), "watch-loop")
+        self._runtime.own(self._obstacles.watch(), "watch-obstacles")
+
+    def on_stalled(self) -> None:
+        """Nothing useful happens: write down who waits for whom."""
+        self._runtime.own(self.why_stalled.write(), "why-stalled")
+
+    def writer(self, source: str) -> Callable[[str | None], None]:
+        """For one that waits for the disk: call it with why, and with None once it has written everything."""
+        return partial(self._on_unwritable, source)
+
+    def close(self) -> None:
+        """The loop is watched no longer."""
+        self._loop.close()
+
+    def _on_unwritable(self, source: str, reason: str | None) -> None:
+        self._obstacles.set(source, f"nothing can be written: {reason}" if reason else "")
+
+    def _on_cleared(self) -> None:
+        self._say("the disk takes everything again")
+        self._runtime.post(events.StorageRecovered())
+
+    def _on_blocked(self, seconds: float) -> None:
+        text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop.path} says in what"
+        self._alarm("controller-blocked", text)

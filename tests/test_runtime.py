@@ -175,6 +175,18 @@ async def test_an_irreversible_action_waits_for_the_disk_and_holds_up_nothing_el
     assert world.done == ["before", "after", "y", "ForgetTokens"]
 
 
+async def test_an_event_is_handed_to_the_disk_together_with_the_rows_that_were_made_of_it(make) -> None:
+    world = make({"x": lambda seq: [alarm(seq, "row")]})
+
+    def perform(action: actions.AnyAction) -> None:
+        assert world.log._pending == [], "a crash here would leave the event without its row"
+        world.log.write("INSERT INTO alarms VALUES (?, ?, ?)", (1.0, "name", "text"))
+
+    world.runtime.perform = perform
+    world.runtime.post(say("x"))
+    assert [statement.split()[2] for statement, _ in world.log._pending] == ["events", "alarms"]
+
+
 async def test_actions_that_wait_are_performed_once_and_in_order_also_if_an_effect_led_to_them(make) -> None:
     script = {
         "x": lambda seq: [forget(seq, 1), alarm(seq, "ask")],

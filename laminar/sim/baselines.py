@@ -7,7 +7,7 @@ weight update costs generation. Each returns tokens per second as the paper coun
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, TrajectoryId, Version, derive_seed
@@ -179,8 +179,9 @@ class _Pool:
         """Replicas, once per request that they may not start yet."""
         for index in range(job.num_running_max * len(self.replicas)):
             self._start(index // job.group_size % len(self.replicas), 0.0)
-        self.heap = [(replica.wake_at, index) for index, replica in enumerate(self.replicas)]
-        heapify(self.heap)
+        self.wakes = [0.0] * len(self.replicas)
+        """When each replica is to be looked at next; what else is in the heap of it is void."""
+        self._schedule_all()
 
     def take_batch(self, updated_at: float) -> list[_Group]:
         """The next batch, as soon as it is complete. An update at `updated_at` interrupts everyone on the way."""
@@ -192,15 +193,24 @@ class _Pool:
                 self._interrupt(updated_at)
                 interrupted = True
                 continue
-            if now == self.replicas[index].wake_at:
+            if now == self.wakes[index]:
                 self._turn(index, now)
         batch, self.ready = self.ready[: self.job.batch_groups], self.ready[self.job.batch_groups :]
         now = max(batch[-1].ended_at, updated_at)
         held, self.held = self.held, []
         for index in held:
             self._start(index, now)
-            heappush(self.heap, (self.replicas[index].wake_at, index))
+            self._schedule(index)
         return batch
+
+    def _schedule(self, index: int) -> None:
+        self.wakes[index] = self.replicas[index].quiet_until()
+        heappush(self.heap, (self.wakes[index], index))
+
+    def _schedule_all(self) -> None:
+        self.heap: list[tuple[float, int]] = []
+        for index in range(len(self.replicas)):
+            self._schedule(index)
 
     def _turn(self, index: int, now: float) -> None:
         replica = self.replicas[index]
@@ -210,7 +220,7 @@ class _Pool:
                 self._start(index, now)
             else:
                 self.held.append(index)
-        heappush(self.heap, (replica.wake_at, index))
+        self._schedule(index)
 
     def _end(self, request: Request, now: float) -> None:
         group = self.open.setdefault(request.group, _Group())
@@ -233,8 +243,7 @@ class _Pool:
             for request in replica.requests.values():
                 self.cuts.setdefault(request.trajectory, []).append((self.version, replica.length(request)))
         self.version += 1
-        self.heap = [(replica.wake_at, index) for index, replica in enumerate(self.replicas)]
-        heapify(self.heap)
+        self._schedule_all()
 
 
 BASELINES: dict[str, Callable[[Job], Pace]] = {

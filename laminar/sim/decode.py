@@ -36,8 +36,8 @@ class DecodeModel:
         growth = self.kv_s * num_running
         bound = self.flops_s * num_running
         if first >= bound:
-            compute = 0
-        elif growth <= 0.0 or first + growth * (num_steps - 1) < bound:
+            return num_steps * first + growth * (num_steps * (num_steps - 1) / 2) + num_steps * self.overhead_s
+        if growth <= 0.0 or first + growth * (num_steps - 1) < bound:
             compute = num_steps
         else:
             compute = min(num_steps, int((bound - first) / growth) + 1)
@@ -45,18 +45,20 @@ class DecodeModel:
         series = (num_steps * (num_steps - 1) - compute * (compute - 1)) / 2
         return compute * bound + memory * first + growth * series + num_steps * self.overhead_s
 
-    def steps_within(self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int) -> int:
-        """How many whole steps, at most `num_steps_max`, are over after `seconds`."""
-        if seconds < 0.0:
-            return 0
-        if num_steps_max <= 0 or self.steps_s(num_running, kv_tokens, num_steps_max) <= seconds:
-            return max(0, num_steps_max)
-        found = int(min(num_steps_max - 1.0, self._steps_memory_bound(num_running, kv_tokens, seconds)))
-        while self.steps_s(num_running, kv_tokens, found + 1) <= seconds:
-            found += 1
-        while found and self.steps_s(num_running, kv_tokens, found) > seconds:
+    def steps_within(
+        self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int
+    ) -> tuple[int, float]:
+        """How many whole steps, at most `num_steps_max`, are over after `seconds`, and how long they took."""
+        if seconds < 0.0 or num_steps_max <= 0:
+            return 0, 0.0
+        found = int(min(num_steps_max, self._steps_memory_bound(num_running, kv_tokens, seconds)))
+        found_s = self.steps_s(num_running, kv_tokens, found)
+        while found and found_s > seconds:
             found -= 1
-        return found
+            found_s = self.steps_s(num_running, kv_tokens, found)
+        while found < num_steps_max and (next_s := self.steps_s(num_running, kv_tokens, found + 1)) <= seconds:
+            found, found_s = found + 1, next_s
+        return found, found_s
 
     def _steps_memory_bound(self, num_running: int, kv_tokens: int, seconds: float) -> float:
         """As many as would be over if no step were compute-bound: the root of g m^2 / 2 + b m = seconds."""

@@ -187,9 +187,7 @@ class Injector:
         )
 
     def _engine_hang(self, worker: WorkerId) -> None:
-        engine = self.world.rollouts.engines[worker]
-        engine.replica.hang(self.world.now)
-        engine.hung_at = self.world.now
+        self.world.rollouts.hang(worker)
 
     def _engine_slow(self, worker: WorkerId) -> None:
         engine = self.world.rollouts.engines[worker]
@@ -197,8 +195,8 @@ class Injector:
         self.world.after(self.plan.slow_s, lambda: self._set_pace(worker, engine, 1.0))
 
     def _set_pace(self, worker: WorkerId, engine: Engine, factor: float) -> None:
-        engine.replica.set_pace(self.world.now, factor)
         if self.world.rollouts.engines.get(worker) is engine:
+            engine.replica.set_pace(self.world.now, factor)
             self.world.rollouts.schedule(worker, engine)
 
     def _host_lost(self, worker: WorkerId) -> None:

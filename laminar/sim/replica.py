@@ -14,8 +14,11 @@ Invariants:
 
 import math
 from collections import deque
-from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
+
+import msgspec
 
 from laminar.ids import GroupId, TrajectoryId, Version
 from laminar.sim.cluster import Cluster
@@ -26,10 +29,10 @@ KV_LOW = 0.95
 """Requests are admitted up to this share of the KV cache, and a full cache preempts down to it: what was preempted comes back when
 something has finished, not at once."""
 EPSILON_S = 1e-9  # rounding of sums of step times
+SURE = 1.0 - 1e-6  # of a lower bound of many step times: far more than their sum is rounded by
 
 
-@dataclass(slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, kw_only=True):
     """One attempt in the engine."""
 
     trajectory: TrajectoryId
@@ -46,18 +49,21 @@ class Request:
     next_pause: int = 0
     began_step: int = -1
     """Step count when it last began to run; -1 = it does not run."""
-    run: int = -1
-    """Number of its present run in this engine; what was planned for another run is void."""
+    run: int = 0
+    """Number of its present run in this engine, 0 = it does not run; what was planned for another run is void."""
     first_run_at: float = -1.0
     paused: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What ended at a turn."""
 
-    finished: list[Request] = field(default_factory=list)
-    aborted: list[Request] = field(default_factory=list)
+    finished: Sequence[Request] = ()
+    aborted: Sequence[Request] = ()
+
+
+NOTHING = Outcome()
 
 
 class Replica:
@@ -86,9 +92,17 @@ class Replica:
         self._num_runs = 0
         self._next_change = 0
         """Step count at which a request finishes or pauses, or the cache is full, unless something joins or leaves before."""
+        self._change_s: float | None = None
+        """How long the steps until then take; None = not known yet."""
+        self._due: list[tuple[int, int, int, Request]] = []
+        """Heap of (step count at which it finishes or pauses, trajectory, run, request)."""
+        self._returns: list[tuple[float, int, int, Request]] = []
+        """Heap of (when it comes back from a tool, trajectory, attempt, request)."""
         self._waiting: deque[Request] = deque()
-        self._due: list[tuple[int, int, int]] = []
-        self._returns: list[tuple[float, int, int]] = []
+        self._ends: list[tuple[int, int, int, Request]] = []
+        """Heap of (step count before which it cannot finish, trajectory, attempt, request)."""
+        self._tokens_max = 0
+        """Prompt + response tokens of the largest request so far."""
         self._joining: list[Request] = []
         self._aborting: dict[TrajectoryId, int] = {}
 
@@ -106,6 +120,7 @@ class Replica:
 
     def submit(self, now: float, request: Request) -> None:
         """Take a request; it runs from the end of the present step on, if there is room. An older attempt of it ends now."""
+        self.catch_up(now)
         older = self.requests.get(request.trajectory)
         if older is not None:
             self._release(older)
@@ -114,10 +129,13 @@ class Replica:
             self._look_ahead()
         self.requests[request.trajectory] = request
         self._joining.append(request)
+        self._tokens_max = max(self._tokens_max, request.num_prompt_tokens + request.draw.num_tokens)
+        heappush(self._ends, (self._end_step(request), request.trajectory, request.attempt, request))
         self._wake_at_step_end(now)
 
     def abort(self, now: float, trajectory: TrajectoryId, attempt: int) -> None:
         """Stop an attempt at the end of the present step; unknown ones are ignored."""
+        self.catch_up(now)
         request = self.requests.get(trajectory)
         if request is not None and request.attempt == attempt:
             self._aborting[trajectory] = attempt
@@ -132,7 +150,7 @@ class Replica:
         self._set_wake(now)
 
     def hang(self, now: float) -> None:
-        """From now on nothing is computed, and nothing ends."""
+        """From now on nothing is computed, and nothing ends once the turn at `wake_at` has been made."""
         self.advance(now)
         self.hung = True
 
@@ -147,6 +165,7 @@ class Replica:
             flops_s=model.flops_s * factor,
             overhead_s=model.overhead_s * factor,
         )
+        self._change_s = None
         self._set_wake(now)
 
     def length(self, request: Request) -> int:
@@ -157,49 +176,79 @@ class Replica:
 
     def advance(self, now: float) -> None:
         """Count the whole steps that are over at `now`."""
-        if self.hung:
-            self._num_returned = sum(at <= now for at, _, _ in self._returns)
-        if self.hung or self.num_running == 0:
-            return
-        limit = self._next_change - self.steps
-        if limit <= 0 or now < self.boundary:
-            return
-        passed_s = now - self.boundary + EPSILON_S
-        seconds = self.model.steps_s(self.num_running, self.kv_tokens, limit)
-        if seconds > passed_s:
-            limit = self.model.steps_within(self.num_running, self.kv_tokens, passed_s, limit - 1)
-            seconds = self.model.steps_s(self.num_running, self.kv_tokens, limit)
-        self._step(limit, seconds)
+        self.catch_up(now)
+        self._count_steps(now)
 
     def turn(self, now: float) -> Outcome:
-        """Everything that changes at the end of a step; sets `wake_at`."""
-        outcome = Outcome()
-        self.advance(now)
-        if self._joining or self._aborting or (self._returns and self._returns_due(now)):
+        """Everything that changes at the ends of steps up to `now`; sets `wake_at`. Nothing may end before `now`."""
+        self.catch_up(now)
+        return self._turn(now) if self.wake_at <= now else NOTHING
+
+    def catch_up(self, now: float) -> None:
+        """Make the turns before `now`. They are known to end nothing: see `quiet_until`."""
+        while self.wake_at < now and not self.hung:
+            outcome = self._turn(self.wake_at)
+            assert outcome is NOTHING, f"{len(outcome.finished)} finished and {len(outcome.aborted)} aborted unseen"
+
+    def quiet_until(self) -> float:
+        """No request ends before, unless something is done to the replica from outside; `wake_at` at the least.
+
+        A turn for a pause, a return from a tool, an admission or a full cache ends nothing, and is made when the replica is
+        looked at next. A request that has to decode m more tokens needs m steps, each of which reads the weights and at least
+        as much KV as there is now, or as preemption leaves.
+        """
+        if self._aborting or self.hung or not self._ends:
+            return self.wake_at
+        kv_tokens = max(0.0, min(self.kv_tokens, KV_LOW * self.capacity - self._tokens_max))
+        step_s = self.model.weights_s + self.model.kv_s * kv_tokens + self.model.overhead_s
+        num = self._first_end_step() - self.steps
+        return max(self.wake_at, self.boundary + SURE * num * step_s - EPSILON_S)
+
+    # ---- within ------------------------------------------------------------------------------------------------
+
+    def _turn(self, now: float) -> Outcome:
+        self._count_steps(now)
+        if self._joining or self._aborting or self._returns_due(now):
             self._finish_step(now)
-        if self.boundary <= now + EPSILON_S:
-            if self.num_running == 0:
-                self.boundary = max(self.boundary, now)
-            self._end_due(outcome)
-            if self._aborting:
-                self._stop_aborted(outcome)
-            if self._returns:
-                self._return_due(now)
-            if self._joining:
-                self._waiting.extend(self._joining)
-                self._joining.clear()
-            self._preempt()
-            if self._waiting:
-                self._admit(now)
-            self._look_ahead()
+        outcome = self._change(now) if self.boundary <= now + EPSILON_S else NOTHING
         self._set_wake(now)
         return outcome
 
-    # ---- within ------------------------------------------------------------------------------------------------
+    def _count_steps(self, now: float) -> None:
+        if self.hung:
+            self._num_returned = sum(at <= now for at, *_ in self._returns)
+            return
+        num = self._next_change - self.steps
+        if now <= self.boundary or num <= 0 or self.num_running == 0:
+            return
+        passed_s, seconds = now - self.boundary + EPSILON_S, self._until_change_s()
+        if seconds > passed_s:
+            num, seconds = self.model.steps_within(self.num_running, self.kv_tokens, passed_s, num - 1)
+        if num:
+            self._step(num, seconds)
+
+    def _change(self, now: float) -> Outcome:
+        """A step is over: what is due ends, what is to join joins."""
+        if self.num_running == 0:
+            self.boundary = max(self.boundary, now)
+        finished = self._end_due() if self._due and self._due[0][0] <= self.steps else ()
+        aborted = self._stop_aborted() if self._aborting else ()
+        if self._returns and self._returns[0][0] <= now + EPSILON_S:
+            self._return_due(now)
+        if self._joining:
+            self._waiting.extend(self._joining)
+            self._joining.clear()
+        if self.num_running > 1 and self.kv_tokens + self.num_running > self.capacity:
+            self._preempt()
+        if self._waiting:
+            self._admit(now)
+        self._look_ahead()
+        return Outcome(finished, aborted) if finished or aborted else NOTHING
 
     def _step(self, num: int, seconds: float) -> None:
         self.boundary += seconds
         self.steps += num
+        self._change_s = None
         grown = num * self.num_running
         self.kv_tokens += grown
         self.num_generated += grown
@@ -212,22 +261,43 @@ class Replica:
     def _look_ahead(self) -> None:
         """Find the next change, after something has joined or left."""
         queue = self._due
-        while queue and self._is_void(queue[0]):
+        while queue and queue[0][2] != queue[0][3].run:
             heappop(queue)
-        self._next_change = queue[0][0] if queue else self.steps
+        self._next_change, self._change_s = queue[0][0] if queue else self.steps, None
         if self.num_running > 1:
             full = self.steps + (self.capacity - self.kv_tokens) // self.num_running
-            self._next_change = min(self._next_change, full)
+            if full < self._next_change:
+                self._next_change = full
 
-    def _is_void(self, entry: tuple[int, int, int]) -> bool:
-        request = self.requests.get(TrajectoryId(entry[1]))
-        return request is None or request.run != entry[2] or request.began_step < 0
+    def _until_change_s(self) -> float:
+        if self._change_s is None:
+            num = max(0, self._next_change - self.steps)
+            self._change_s = self.model.steps_s(self.num_running, self.kv_tokens, num)
+        return self._change_s
+
+    def _end_step(self, request: Request) -> int:
+        """Step count before which it cannot finish: it pauses, at the best, for no step at all."""
+        to_come = sum(pause.num_tokens for pause in request.draw.pauses[request.next_pause :])
+        return self.steps + request.draw.num_tokens - to_come - self.length(request)
+
+    def _first_end_step(self) -> int:
+        """The least `_end_step` of all requests. Those in the heap are from when it was last looked at, and can only grow."""
+        queue = self._ends
+        while True:
+            known, trajectory, attempt, request = queue[0]
+            if self.requests.get(request.trajectory) is not request:
+                heappop(queue)
+                if not queue: return self.steps
+            elif (step := self._end_step(request)) > known:
+                heapreplace(queue, (step, trajectory, attempt, request))
+            else:
+                return step
 
     def _returns_due(self, now: float) -> bool:
         return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
 
     def _wake_at_step_end(self, now: float) -> None:
-        self.advance(now)
+        self._count_steps(now)
         end = self.boundary
         if self.num_running and self.boundary < now and self._next_change > self.steps:
             end = self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
@@ -237,9 +307,8 @@ class Replica:
         wake = max(self._returns[0][0], self.boundary) if self._returns else math.inf
         if self._joining or self._aborting:
             wake = min(wake, max(now, self.boundary))
-        if self.num_running:
-            steps = max(0, self._next_change - self.steps)
-            wake = min(wake, self.boundary + self.model.steps_s(self.num_running, self.kv_tokens, steps))
+        if self.num_running and wake > self.boundary:
+            wake = min(wake, self.boundary + self._until_change_s())
         self.wake_at = max(now, wake)
 
     def _begin(self, request: Request) -> None:
@@ -247,14 +316,15 @@ class Replica:
         request.began_step, request.run = self.steps, self._num_runs
         pauses = request.draw.pauses
         target = pauses[request.next_pause].at if request.next_pause < len(pauses) else request.draw.num_tokens
-        heappush(self._due, (self.steps + max(0, target - request.num_tokens), request.trajectory, request.run))
+        due = self.steps + max(0, target - request.num_tokens)
+        heappush(self._due, (due, request.trajectory, request.run, request))
         self.num_running += 1
 
     def _stop(self, request: Request) -> None:
         """It no longer runs; its KV stays."""
         if request.began_step >= 0:
             request.num_tokens = self.length(request)
-            request.began_step = -1
+            request.began_step, request.run = -1, 0
             self.num_running -= 1
 
     def _release(self, request: Request) -> None:
@@ -264,43 +334,45 @@ class Replica:
             self.kv_tokens -= request.num_prompt_tokens + request.num_tokens
             request.paused = False
 
-    def _end_due(self, outcome: Outcome) -> None:
-        """Requests whose last token, or last token before a tool call, has come."""
-        while self._due and (self._due[0][0] <= self.steps or self._is_void(self._due[0])):
-            entry = heappop(self._due)
-            if self._is_void(entry):
+    def _end_due(self) -> list[Request]:
+        """Requests whose last token, or last token before a tool call, has come. Those that have finished."""
+        finished, queue = [], self._due
+        while queue and queue[0][0] <= self.steps:
+            _, _, run, request = heappop(queue)
+            if run != request.run:
                 continue
-            request = self.requests[TrajectoryId(entry[1])]
             if request.next_pause < len(request.draw.pauses):
                 self._stop(request)
                 request.paused = True
-                pause = request.draw.pauses[request.next_pause]
-                heappush(self._returns, (self.boundary + pause.latency_s, request.trajectory, request.attempt))
+                back_at = self.boundary + request.draw.pauses[request.next_pause].latency_s
+                heappush(self._returns, (back_at, request.trajectory, request.attempt, request))
             else:
                 self._release(request)
                 del self.requests[request.trajectory]
                 self._aborting.pop(request.trajectory, None)
-                outcome.finished.append(request)
+                finished.append(request)
+        return finished
 
-    def _stop_aborted(self, outcome: Outcome) -> None:
+    def _stop_aborted(self) -> list[Request]:
+        aborted = []
         for trajectory, attempt in self._aborting.items():
             request = self.requests.get(trajectory)
             if request is None or request.attempt != attempt:
                 continue
             self._release(request)
             del self.requests[trajectory]
-            outcome.aborted.append(request)
+            aborted.append(request)
         self._aborting.clear()
         self._waiting = deque(r for r in self._waiting if r.trajectory in self.requests)
         self._joining = [r for r in self._joining if r.trajectory in self.requests]
+        return aborted
 
     def _return_due(self, now: float) -> None:
         """The environment has answered: its tokens are prefilled, decoding goes on."""
         prefill = 0
         while self._returns_due(now):
-            _, trajectory, attempt = heappop(self._returns)
-            request = self.requests.get(TrajectoryId(trajectory))
-            if request is None or request.attempt != attempt or not request.paused:
+            request = heappop(self._returns)[3]
+            if not request.paused:
                 continue
             added = request.draw.pauses[request.next_pause].num_tokens
             request.next_pause += 1
@@ -321,8 +393,6 @@ class Replica:
 
     def _preempt(self) -> None:
         """When not one more step fits, the youngest give their place back until there is some room."""
-        if self.num_running <= 1 or self.kv_tokens + self.num_running <= self.capacity:
-            return
         running = [r for r in self.requests.values() if r.began_step >= 0]
         running.sort(key=lambda r: (r.first_run_at, r.trajectory))
         while len(running) > 1 and self.kv_tokens > KV_LOW * self.capacity:

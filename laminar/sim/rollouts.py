@@ -5,6 +5,7 @@ that the check sees what is. Invariants, checked at every start: an attempt is h
 goes on from exactly the tokens that were reported; weights are pulled under no running request.
 """
 
+import math
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,6 +75,11 @@ class Rollouts:
             engine.replica.advance(self.world.now)
         return self._num_generated_before + sum(engine.replica.num_generated for engine in self.engines.values())
 
+    def catch_up(self) -> None:
+        """All engines are as they are now."""
+        for engine in self.engines.values():
+            engine.replica.catch_up(self.world.now)
+
     def join(self, worker: WorkerId, incarnation: int) -> None:
         """A new process with an empty engine."""
         engine = Engine(replica=Replica(self.world.cluster, self.world.now), incarnation=incarnation)
@@ -115,10 +121,20 @@ class Rollouts:
         self.world.after(seconds, join)
 
     def schedule(self, worker: WorkerId, engine: Engine) -> None:
-        """Wake the engine when something changes in it; a hung one is not woken."""
+        """Wake the engine when something may end in it; a hung one is not woken."""
+        self._wake(worker, engine, math.inf if engine.replica.hung else engine.replica.quiet_until())
+
+    def hang(self, worker: WorkerId) -> None:
+        """The engine computes nothing more, but for the turn that it was about to make; its worker answers."""
+        engine = self.engines[worker]
+        engine.replica.hang(self.world.now)
+        engine.hung_at = self.world.now
+        self._wake(worker, engine, engine.replica.wake_at)
+
+    def _wake(self, worker: WorkerId, engine: Engine, moment: float) -> None:
         engine.wake += 1
-        number, moment = engine.wake, engine.replica.wake_at
-        if moment != float("inf") and not engine.replica.hung:
+        number = engine.wake
+        if moment != math.inf:
             self.world.at(moment, lambda: self._turn(worker, engine, number))
 
     def _turn(self, worker: WorkerId, engine: Engine, number: int) -> None:
@@ -133,13 +149,14 @@ class Rollouts:
         """Report what ended, now or when the channel is back."""
         if not engine.connected:
             engine.backlog.append(lambda: self.deliver(worker, engine, outcome))
-            engine.unsent += outcome.finished + outcome.aborted
+            engine.unsent += [*outcome.finished, *outcome.aborted]
         elif self.engines.get(worker) is engine:
             self.report(worker, engine, outcome)
 
     def report(self, worker: WorkerId, engine: Engine, outcome: Outcome, lengths: bool = False) -> None:
         """One frame: what ended, KV use, and on a flush the lengths of everything in the engine."""
         replica = engine.replica
+        replica.catch_up(self.world.now)
         failed = [failure for r in outcome.finished if (failure := self.failure(r)) is not None]
         fallen = [failure.trajectory for failure in failed]
         finished = [r for r in outcome.finished if r.trajectory not in fallen] if fallen else outcome.finished
@@ -203,6 +220,7 @@ class Rollouts:
         elif self.engines.get(worker) is engine:
             empty = array("q").tobytes()
             replica = engine.replica
+            replica.catch_up(self.world.now)
             event = events.ReplicaReported(
                 worker=worker, incarnation=engine.incarnation, trajectories=empty, attempts=empty, num_tokens=empty,
                 num_running=replica.num_running, num_waiting=replica.num_waiting, kv_tokens=replica.kv_tokens, **words,

@@ -8,21 +8,24 @@ import contextlib
 import math
 import sqlite3
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
+
+import msgspec
 
 from laminar.errors import ConfigError
 from laminar.ids import derive_seed
 
 _NORMAL = NormalDist()
 SIGMA = math.log(10.0) / _NORMAL.inv_cdf(0.99)  # P99 = 10 x median
+PAUSES_KEPT = 2**18  # trajectories; a run of the grid draws 150,000, and the next one the same. Some 400 B each
 LENGTH_STREAM = 3  # keeps a response's length apart from its tool calls
 CHANCE_MAX = 1.0 - 2.0**-53  # the largest float below 1
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(msgspec.Struct, frozen=True, gc=False):
     """A tool call: after `at` response tokens the environment works `latency_s` and adds `num_tokens`."""
 
     at: int
@@ -30,8 +33,7 @@ class Pause:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True):
     """One response to be generated."""
 
     num_tokens: int
@@ -66,22 +68,9 @@ class Workload:
         else:
             length = self.median * scale * math.exp(SIGMA * _NORMAL.inv_cdf(chance))
         total = max(1, min(self.tokens_max, round(length)))
-        return Draw(total, self._pauses(seed, total) if self.calls_max else ())
-
-    def _pauses(self, seed: int, total: int) -> tuple[Pause, ...]:
-        """Calls at random places; the environment's tokens are part of the total."""
-        random = Random(seed)
-        num = min(random.randint(0, self.calls_max), total // (2 * self.call_tokens))
-        written = total - num * self.call_tokens
-        places = sorted(random.randint(1, written) for _ in range(num))
-        return tuple(
-            Pause(
-                at=place + index * self.call_tokens,
-                latency_s=self.call_latency_s * math.exp(SIGMA * random.gauss(0.0, 1.0)),
-                num_tokens=self.call_tokens,
-            )
-            for index, place in enumerate(places)
-        )
+        if not self.calls_max:
+            return Draw(total)
+        return Draw(total, _pauses(seed, total, self.calls_max, self.call_tokens, self.call_latency_s))
 
     def mean_tokens(self, step: int = 0, num: int = 20_000) -> float:
         """Mean response tokens, from `num` quantiles of the distribution."""
@@ -90,6 +79,23 @@ class Workload:
             return sum(min(self.tokens_max, length * scale) for length in self.lengths) / len(self.lengths)
         quantiles = (math.exp(SIGMA * _NORMAL.inv_cdf((i + 0.5) / num)) for i in range(num))
         return sum(min(self.tokens_max, self.median * scale * q) for q in quantiles) / num
+
+
+@lru_cache(maxsize=PAUSES_KEPT)
+def _pauses(seed: int, total: int, calls_max: int, call_tokens: int, call_latency_s: float) -> tuple[Pause, ...]:
+    """Calls at random places; the environment's tokens are part of the total."""
+    random = Random(seed)
+    num = min(random.randint(0, calls_max), total // (2 * call_tokens))
+    written = total - num * call_tokens
+    places = sorted(random.randint(1, written) for _ in range(num))
+    return tuple(
+        Pause(
+            at=place + index * call_tokens,
+            latency_s=call_latency_s * math.exp(SIGMA * random.gauss(0.0, 1.0)),
+            num_tokens=call_tokens,
+        )
+        for index, place in enumerate(places)
+    )
 
 
 WORKLOADS = {

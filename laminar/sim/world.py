@@ -93,6 +93,7 @@ class World:
             happen()
             if self.now - self._moved_at > self.stall_s:
                 self._check_moves()
+        self.rollouts.catch_up()
         self._checked(invariants.check, self.core.state)
 
     def _check_moves(self) -> None:

@@ -206,8 +206,10 @@ def pin(turn: Turn, trajectory: Trajectory, destination: Replica, kv_tokens: int
 
 
 def unpin(turn: Turn, trajectory: Trajectory) -> None:
-    """The move is over or off."""
-    destination = turn.state.replicas.get(trajectory.moving_to) if trajectory.moving_to else None
+    """The move, if there is one, is over or off."""
+    if trajectory.moving_to is None:
+        return
+    destination = turn.state.replicas.get(trajectory.moving_to)
     if destination is not None:
         destination.incoming.pop(trajectory.id, None)
         turn.state.dirty[destination.id] = None

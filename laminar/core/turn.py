@@ -37,15 +37,16 @@ class Turn:
                 (load(replicas[worker]), place, worker) for place, worker in enumerate(self.state.dirty)
             ]
             heapify(self._candidates)
-        while self._candidates:
-            known, place, worker = self._candidates[0]
+        candidates = self._candidates
+        while candidates:
+            known, place, worker = candidates[0]
             replica = replicas[worker]
-            if load(replica) != known:
-                heapreplace(self._candidates, (load(replica), place, worker))
+            if (present := load(replica)) != known:
+                heapreplace(candidates, (present, place, worker))
             elif may(replica):
                 return replica
             else:
-                heappop(self._candidates)
+                heappop(candidates)
         return None
 
     @property

@@ -197,7 +197,8 @@ class Replica:
         looked at next. A request that has to decode m more tokens needs m steps, each of which reads the weights and at least
         as much KV as there is now, or as preemption leaves.
         """
-        if self._aborting or self.hung or not self._ends:
+        due = self._due[0][3].draw.pauses[self._due[0][3].next_pause :] if self._due else ()
+        if self._aborting or self.hung or not self._ends or not (due or self._returns):
             return self.wake_at
         kv_tokens = max(0.0, min(self.kv_tokens, KV_LOW * self.capacity - self._tokens_max))
         step_s = self.model.weights_s + self.model.kv_s * kv_tokens + self.model.overhead_s
@@ -277,8 +278,10 @@ class Replica:
 
     def _end_step(self, request: Request) -> int:
         """Step count before which it cannot finish: it pauses, at the best, for no step at all."""
-        to_come = sum(pause.num_tokens for pause in request.draw.pauses[request.next_pause :])
-        return self.steps + request.draw.num_tokens - to_come - self.length(request)
+        step = self.steps + request.draw.num_tokens - self.length(request)
+        for pause in request.draw.pauses[request.next_pause :]:
+            step -= pause.num_tokens
+        return step
 
     def _first_end_step(self) -> int:
         """The least `_end_step` of all requests. Those in the heap are from when it was last looked at, and can only grow."""
@@ -297,11 +300,16 @@ class Replica:
         return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
 
     def _wake_at_step_end(self, now: float) -> None:
-        self._count_steps(now)
-        end = self.boundary
-        if self.num_running and self.boundary < now and self._next_change > self.steps:
-            end = self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
+        if self.hung or self._step_end() <= now + EPSILON_S:
+            self._count_steps(now)
+        end = self._step_end() if self.boundary < now else self.boundary
         self.wake_at = min(self.wake_at, max(now, end))
+
+    def _step_end(self) -> float:
+        """When the step that follows the last counted one is over; if there is none, when that was."""
+        if self.num_running == 0 or self._next_change <= self.steps:
+            return self.boundary
+        return self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
 
     def _set_wake(self, now: float) -> None:
         wake = max(self._returns[0][0], self.boundary) if self._returns else math.inf

@@ -164,7 +164,8 @@ class Rollouts:
         if lengths:
             known += replica.requests.values()
         num_tokens = [replica.length(r) for r in known]
-        self._store(known, num_tokens)
+        if known:
+            self._store(known, num_tokens)
         self._store(finished, [r.num_tokens for r in finished])
         engine.reported = (replica.kv_tokens, replica.num_running, replica.num_waiting)
         self.world.send(

@@ -20,7 +20,7 @@ from laminar.ids import derive_seed
 
 _NORMAL = NormalDist()
 SIGMA = math.log(10.0) / _NORMAL.inv_cdf(0.99)  # P99 = 10 x median
-PAUSES_KEPT = 2**18  # trajectories; a run of the grid draws 150,000, and the next one the same. Some 400 B each
+DRAWS_KEPT = 2**18  # a run of the grid draws 150,000, and the next one the same; 0.1 kB each, 0.5 with tool calls
 LENGTH_STREAM = 3  # keeps a response's length apart from its tool calls
 CHANCE_MAX = 1.0 - 2.0**-53  # the largest float below 1
 
@@ -62,15 +62,11 @@ class Workload:
     def draw(self, seed: int, step: int) -> Draw:
         """The response of the trajectory with this sampling seed under weights of `step`."""
         scale = (1.0 + self.growth_per_step) ** step
-        chance = min(CHANCE_MAX, (derive_seed(seed, LENGTH_STREAM) + 0.5) / 2.0**63)
-        if self.lengths:
-            length = self.lengths[int(chance * len(self.lengths))] * scale
-        else:
-            length = self.median * scale * math.exp(SIGMA * _NORMAL.inv_cdf(chance))
-        total = max(1, min(self.tokens_max, round(length)))
-        if not self.calls_max:
-            return Draw(total)
-        return Draw(total, _pauses(seed, total, self.calls_max, self.call_tokens, self.call_latency_s))
+        calls = self.calls_max, self.call_tokens, self.call_latency_s
+        if not self.lengths:
+            return _log_normal(seed, self.median * scale, self.tokens_max, *calls)
+        observed = self.lengths[int(_chance(seed) * len(self.lengths))] * scale
+        return _draw(seed, observed, self.tokens_max, *calls)
 
     def mean_tokens(self, step: int = 0, num: int = 20_000) -> float:
         """Mean response tokens, from `num` quantiles of the distribution."""
@@ -81,7 +77,26 @@ class Workload:
         return sum(min(self.tokens_max, self.median * scale * q) for q in quantiles) / num
 
 
-@lru_cache(maxsize=PAUSES_KEPT)
+@lru_cache(maxsize=DRAWS_KEPT)
+def _log_normal(
+    seed: int, median: float, tokens_max: int, calls_max: int, call_tokens: int, call_latency_s: float
+) -> Draw:
+    length = median * math.exp(SIGMA * _NORMAL.inv_cdf(_chance(seed)))
+    return _draw(seed, length, tokens_max, calls_max, call_tokens, call_latency_s)
+
+
+def _chance(seed: int) -> float:
+    """Of the length, in [0, 1)."""
+    return min(CHANCE_MAX, (derive_seed(seed, LENGTH_STREAM) + 0.5) / 2.0**63)
+
+
+def _draw(
+    seed: int, length: float, tokens_max: int, calls_max: int, call_tokens: int, call_latency_s: float
+) -> Draw:
+    total = max(1, min(tokens_max, round(length)))
+    return Draw(total, _pauses(seed, total, calls_max, call_tokens, call_latency_s) if calls_max else ())
+
+
 def _pauses(seed: int, total: int, calls_max: int, call_tokens: int, call_latency_s: float) -> tuple[Pause, ...]:
     """Calls at random places; the environment's tokens are part of the total."""
     random = Random(seed)

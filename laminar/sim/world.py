@@ -139,15 +139,19 @@ class World:
         """Stamp an event, let the core handle it, check, and act."""
         state = self.core.state
         stamped = msgspec.structs.replace(event, seq=state.seq + 1, at=self.now)
-        done = self._checked(self.core.handle, stamped)
-        self._checked(self._check_touched, stamped)
-        if state.seq % self.check_every == 0:
-            self._checked(invariants.check, self.core.state)
+        done = self._checked(self._handle, stamped)
         if self.trace is not None:
             self.trace.update(msgspec.msgpack.encode(done))
         for action in done:
             self._answers[type(action)](action)
         self._set_timer()
+
+    def _handle(self, event: events.AnyEvent) -> list[actions.AnyAction]:
+        done = self.core.handle(event)
+        self._check_touched(event)
+        if event.seq % self.check_every == 0:
+            invariants.check(self.core.state)
+        return done
 
     def _checked(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

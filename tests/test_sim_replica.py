@@ -1,6 +1,7 @@
 """The simulated engine against one that makes every step, and its rules one by one."""
 
 import math
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -9,7 +10,8 @@ from laminar.ids import GroupId, TrajectoryId, Version
 from laminar.roofline import HARDWARE
 from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.decode import decode_model
-from laminar.sim.replica import KV_LOW, Replica, Request
+from laminar.sim.replica import KV_LOW, Replica
+from laminar.sim.request import Request
 from laminar.sim.workload import Draw, Pause
 
 CLUSTER = Cluster(hardware=HARDWARE["H800"], model=MODELS["32B"], train_gpus=4, rollout_gpus=4, num_requests_max=6)
@@ -33,25 +35,29 @@ def request(
 
 
 def drive(
-    replica: Replica, plan: list[tuple[float, str, Request]], capacity: int = 0
+    replica: Replica,
+    plan: list[tuple[float, str, Request]],
+    capacity: int = 0,
+    wakes: Callable[[Replica], float] = lambda replica: replica.wake_at,
 ) -> dict[int, tuple[str, float, int]]:
-    """Submit and abort as planned; how each request ended: (how, when, tokens)."""
+    """Submit, abort and look as planned, and make the turns at `wakes`; how each request ended: (how, when, tokens)."""
     replica.capacity = capacity or replica.capacity
     ended, plan = {}, sorted(plan, key=lambda row: row[0])
     for _ in range(100_000):
-        now = min(plan[0][0] if plan else math.inf, replica.wake_at)
+        now = min(plan[0][0] if plan else math.inf, wakes(replica))
         if now == math.inf:
             return ended
         while plan and plan[0][0] <= now:
             _, what, subject = plan.pop(0)
             if what == "submit":
                 replica.submit(now, subject)
+            elif what == "look":
+                replica.advance(now)
             else:
                 replica.abort(now, subject.trajectory, subject.attempt)
-        if replica.wake_at <= now:
-            outcome = replica.turn(now)
-            ended |= {r.trajectory: ("finished", now, r.num_tokens) for r in outcome.finished}
-            ended |= {r.trajectory: ("aborted", now, r.num_tokens) for r in outcome.aborted}
+        outcome = replica.turn(now)
+        ended |= {r.trajectory: ("finished", now, r.num_tokens) for r in outcome.finished}
+        ended |= {r.trajectory: ("aborted", now, r.num_tokens) for r in outcome.aborted}
         check(replica)
     raise AssertionError("the replica never comes to rest")
 
@@ -149,6 +155,28 @@ def test_a_random_load_ends_as_in_a_loop_over_single_steps(seed, tools):
     assert {k: (v[0], v[2]) for k, v in found.items()} == {k: (v[0], v[2]) for k, v in expected.items()}
     for number, (_, when, _) in expected.items():
         assert found[number][1] == pytest.approx(when, abs=1e-6), f"request {number}"
+
+
+@pytest.mark.parametrize("capacity", [350, 10**6])
+@pytest.mark.parametrize("seed", range(12))
+def test_an_engine_that_is_woken_only_when_something_may_end_does_the_same_to_the_last_bit(seed, capacity):
+    looks = [(0.7 * number, "look", request(0, 1)) for number in range(30)]
+    often, seldom = Replica(CLUSTER), Replica(CLUSTER)
+    expected = drive(often, random_plan(seed, tools=True) + looks, capacity)
+    found = drive(seldom, random_plan(seed, tools=True) + looks, capacity, Replica.quiet_until)
+    assert found == expected
+    assert (seldom.boundary, seldom.steps) == (often.boundary, often.steps)
+    assert (seldom.num_preemptions, seldom.num_prefilled) == (often.num_preemptions, often.num_prefilled)
+
+
+def test_an_engine_is_not_woken_for_each_tool_call_of_a_long_request():
+    pauses = tuple(Pause(at=1000 * number, latency_s=2.0, num_tokens=5) for number in range(1, 10))
+    replica, num_woken = Replica(CLUSTER), 0
+    replica.submit(0.0, request(1, 10_000, pauses=pauses))
+    while replica.requests:
+        replica.turn(replica.quiet_until())
+        num_woken += 1
+    assert num_woken < len(pauses)
 
 
 def test_a_full_cache_preempts_the_youngest_and_loses_no_token():

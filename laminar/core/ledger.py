@@ -63,7 +63,7 @@ def _amounts(state: State, trajectories: Iterable[Trajectory]) -> list[tuple[Acc
 def is_closed(account: Account) -> bool:
     """Whether the account adds up."""
     places = account.in_flight + account.buffered + account.leased + account.committed
-    return account.total == places + (sum(account.dropped.values()) if account.dropped else 0)
+    return account.total == places + sum(account.dropped.values())
 
 
 def recount(state: State) -> dict[str, tuple[int, int]]:

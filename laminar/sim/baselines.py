@@ -15,7 +15,8 @@ from laminar.roofline import HARDWARE
 from laminar.sim import placement
 from laminar.sim.cluster import MODELS, Cluster
 from laminar.sim.freshness import Pace
-from laminar.sim.replica import Replica, Request
+from laminar.sim.replica import Replica
+from laminar.sim.request import Request
 from laminar.sim.workload import Workload
 
 BASELINE_STREAM = 79

@@ -45,9 +45,7 @@ class DecodeModel:
         series = (num_steps * (num_steps - 1) - compute * (compute - 1)) / 2
         return compute * bound + memory * first + growth * series + num_steps * self.overhead_s
 
-    def steps_within(
-        self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int
-    ) -> tuple[int, float]:
+    def steps_within(self, num_running: int, kv_tokens: int, seconds: float, num_steps_max: int) -> tuple[int, float]:
         """How many whole steps, at most `num_steps_max`, are over after `seconds`, and how long they took."""
         if seconds < 0.0 or num_steps_max <= 0:
             return 0, 0.0

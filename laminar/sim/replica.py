@@ -9,61 +9,25 @@ in one operation. Changes (joins, aborts, returns from a tool) take effect at th
 Invariants:
 * `kv_tokens` is the sum of prompt + response tokens over running and paused requests, and at most the capacity unless a single
   request runs beside paused ones that fill it.
-* A turn happens at a step's end; `wake_at` is the next one at which anything changes.
+* A turn happens at a step's end; `wake_at` is the next one at which anything changes. Most turns end nothing (tool calls,
+  admissions): these are made, each at its own time, when the replica is looked at next, so it need be woken only at `quiet_until`.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush, heapreplace
+from dataclasses import replace
+from heapq import heappop, heappush
 
-import msgspec
-
-from laminar.ids import GroupId, TrajectoryId, Version
+from laminar.ids import TrajectoryId
 from laminar.sim.cluster import Cluster
 from laminar.sim.decode import decode_model
-from laminar.sim.workload import Draw
+from laminar.sim.request import NOTHING, Ends, Outcome, Request
 
 KV_LOW = 0.95
 """Requests are admitted up to this share of the KV cache, and a full cache preempts down to it: what was preempted comes back when
 something has finished, not at once."""
 EPSILON_S = 1e-9  # rounding of sums of step times
 SURE = 1.0 - 1e-6  # of a lower bound of many step times: far more than their sum is rounded by
-
-
-class Request(msgspec.Struct, kw_only=True):
-    """One attempt in the engine."""
-
-    trajectory: TrajectoryId
-    attempt: int
-    group: GroupId
-    version: Version
-    draw: Draw
-    num_prompt_tokens: int
-    num_tokens: int
-    """Response tokens when it last began to run."""
-    submitted_at: float
-    prefill_tokens: int
-    """To compute when it is admitted."""
-    next_pause: int = 0
-    began_step: int = -1
-    """Step count when it last began to run; -1 = it does not run."""
-    run: int = 0
-    """Number of its present run in this engine, 0 = it does not run; what was planned for another run is void."""
-    first_run_at: float = -1.0
-    paused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What ended at a turn."""
-
-    finished: Sequence[Request] = ()
-    aborted: Sequence[Request] = ()
-
-
-NOTHING = Outcome()
 
 
 class Replica:
@@ -99,8 +63,7 @@ class Replica:
         self._returns: list[tuple[float, int, int, Request]] = []
         """Heap of (when it comes back from a tool, trajectory, attempt, request)."""
         self._waiting: deque[Request] = deque()
-        self._ends: list[tuple[int, int, int, Request]] = []
-        """Heap of (step count before which it cannot finish, trajectory, attempt, request)."""
+        self._ends = Ends()
         self._tokens_max = 0
         """Prompt + response tokens of the largest request so far."""
         self._joining: list[Request] = []
@@ -130,7 +93,7 @@ class Replica:
         self.requests[request.trajectory] = request
         self._joining.append(request)
         self._tokens_max = max(self._tokens_max, request.num_prompt_tokens + request.draw.num_tokens)
-        heappush(self._ends, (self._end_step(request), request.trajectory, request.attempt, request))
+        self._ends.add(request, self.steps)
         self._wake_at_step_end(now)
 
     def abort(self, now: float, trajectory: TrajectoryId, attempt: int) -> None:
@@ -170,9 +133,7 @@ class Replica:
 
     def length(self, request: Request) -> int:
         """Response tokens so far."""
-        if request.began_step < 0:
-            return request.num_tokens
-        return request.num_tokens + self.steps - request.began_step
+        return request.length(self.steps)
 
     def advance(self, now: float) -> None:
         """Count the whole steps that are over at `now`."""
@@ -197,13 +158,14 @@ class Replica:
         looked at next. A request that has to decode m more tokens needs m steps, each of which reads the weights and at least
         as much KV as there is now, or as preemption leaves.
         """
-        due = self._due[0][3].draw.pauses[self._due[0][3].next_pause :] if self._due else ()
-        if self._aborting or self.hung or not self._ends or not (due or self._returns):
+        if self._aborting or self.hung or self._next_is_end():
+            return self.wake_at
+        first = self._ends.first(self.steps, self.requests)
+        if first is None:
             return self.wake_at
         kv_tokens = max(0.0, min(self.kv_tokens, KV_LOW * self.capacity - self._tokens_max))
         step_s = self.model.weights_s + self.model.kv_s * kv_tokens + self.model.overhead_s
-        num = self._first_end_step() - self.steps
-        return max(self.wake_at, self.boundary + SURE * num * step_s - EPSILON_S)
+        return max(self.wake_at, self.boundary + SURE * (first - self.steps) * step_s - EPSILON_S)
 
     # ---- within ------------------------------------------------------------------------------------------------
 
@@ -276,25 +238,12 @@ class Replica:
             self._change_s = self.model.steps_s(self.num_running, self.kv_tokens, num)
         return self._change_s
 
-    def _end_step(self, request: Request) -> int:
-        """Step count before which it cannot finish: it pauses, at the best, for no step at all."""
-        step = self.steps + request.draw.num_tokens - self.length(request)
-        for pause in request.draw.pauses[request.next_pause :]:
-            step -= pause.num_tokens
-        return step
-
-    def _first_end_step(self) -> int:
-        """The least `_end_step` of all requests. Those in the heap are from when it was last looked at, and can only grow."""
-        queue = self._ends
-        while True:
-            known, trajectory, attempt, request = queue[0]
-            if self.requests.get(request.trajectory) is not request:
-                heappop(queue)
-                if not queue: return self.steps
-            elif (step := self._end_step(request)) > known:
-                heapreplace(queue, (step, trajectory, attempt, request))
-            else:
-                return step
+    def _next_is_end(self) -> bool:
+        """Whether the next to stop running has finished then, and does not pause."""
+        if self._returns or not self._due:
+            return False
+        request = self._due[0][3]
+        return request.next_pause == len(request.draw.pauses)
 
     def _returns_due(self, now: float) -> bool:
         return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
@@ -331,7 +280,7 @@ class Replica:
     def _stop(self, request: Request) -> None:
         """It no longer runs; its KV stays."""
         if request.began_step >= 0:
-            request.num_tokens = self.length(request)
+            request.num_tokens = request.length(self.steps)
             request.began_step, request.run = -1, 0
             self.num_running -= 1
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from laminar.core import actions, events, health
 from laminar.ids import TrajectoryId, Version, WorkerId
-from laminar.sim.replica import Outcome, Replica, Request
+from laminar.sim.replica import Replica
+from laminar.sim.request import NOTHING, Outcome, Request
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -248,7 +249,7 @@ class Rollouts:
             replica.advance(self.world.now)
             present = (replica.kv_tokens, replica.num_running, replica.num_waiting)
             if lengths:
-                self.report(worker, engine, Outcome(), lengths)
+                self.report(worker, engine, NOTHING, lengths)
             elif present != engine.reported:
                 self._report_load(worker, engine, present)
 

@@ -90,9 +90,7 @@ def _chance(seed: int) -> float:
     return min(CHANCE_MAX, (derive_seed(seed, LENGTH_STREAM) + 0.5) / 2.0**63)
 
 
-def _draw(
-    seed: int, length: float, tokens_max: int, calls_max: int, call_tokens: int, call_latency_s: float
-) -> Draw:
+def _draw(seed: int, length: float, tokens_max: int, calls_max: int, call_tokens: int, call_latency_s: float) -> Draw:
     total = max(1, min(tokens_max, round(length)))
     return Draw(total, _pauses(seed, total, calls_max, call_tokens, call_latency_s) if calls_max else ())
 

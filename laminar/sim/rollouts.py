@@ -7,7 +7,7 @@ goes on from exactly the tokens that were reported; weights are pulled under no 
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -190,7 +190,7 @@ class Rollouts:
             )
         )
 
-    def _store(self, requests: list[Request], num_tokens: list[int]) -> None:
+    def _store(self, requests: Sequence[Request], num_tokens: list[int]) -> None:
         """The token store has so many tokens of them, unless they go on elsewhere by now."""
         for request, num in zip(requests, num_tokens, strict=True):
             if self._attempts.get(request.trajectory) == request.attempt:

@@ -135,7 +135,7 @@ def break_the_disk(application: Application, error: OSError) -> None:
 
     application._log._before_commit = broken
     application._tokens.sync = broken  # type: ignore[method-assign]
-    application._post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
+    application._runtime.post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
 
 
 async def test_a_broken_disk_ends_the_run_with_what_to_do_and_leaves_nothing(
@@ -157,7 +157,7 @@ async def test_a_disk_that_is_full_when_the_run_is_stopped_ends_it_with_what_is_
 
     def fill_and_stop() -> None:
         break_the_disk(application, OSError(28, "No space left on device"))
-        application._post(events.StopRequested(reason="stopped by SIGINT"))
+        application._runtime.post(events.StopRequested(reason="stopped by SIGINT"))
 
     assert await run(application, fill_and_stop) == 1
     out = capsys.readouterr().out
@@ -173,7 +173,7 @@ async def test_a_controller_whose_run_another_has_taken_ends_and_leaves_everythi
     def take() -> None:
         with sqlite3.connect(world.run / "run.db") as database:
             database.execute("INSERT INTO boots (boot, pid, host) VALUES (2, 77, 'elsewhere')")
-        application._post(events.TimerFired())
+        application._runtime.post(events.TimerFired())
 
     assert await run(application, take) == 1
     out = capsys.readouterr().out
@@ -195,7 +195,7 @@ async def test_a_bug_of_the_controller_ends_the_run_with_its_name_and_a_dump(
 
     def sabotage() -> None:
         application._runtime.observe = bug
-        application._post(events.TimerFired())
+        application._runtime.post(events.TimerFired())
 
     assert await run(application, sabotage) == 1
     assert "the run failed: the controller failed: LookupError: a bug" in capsys.readouterr().out

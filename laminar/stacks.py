@@ -1,12 +1,14 @@
 """What a process is doing: the stacks of its threads and asyncio tasks, as text for people. Costs milliseconds, changes nothing."""
 
-import asyncio
 import linecache
 import sys
 import threading
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio  # the simulator, which has custom samplers too, loads none of it
 
 FRAMES_MAX = 16  # innermost ones of each stack: what it waits in, and for whom
 TEXT_CHARACTERS_MAX = 64_000  # some hundred stacks; a frame of a channel holds a thousand times as much

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from laminar.controller.eventlog import SCHEMA
+from laminar.controller.schema import SCHEMA
 from laminar.core.settings import Settings
 from laminar.sim import grid
 from laminar.sim.__main__ import main

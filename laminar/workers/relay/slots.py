@@ -30,8 +30,6 @@ WORLD_SIZE_MAX = 65536
 OUTCOMES_KEPT = 256  # versions a late rank may still ask about; ranks are at most a few versions apart
 UPSTREAM = 0
 """The chain fills a slot as the only rank of a world of one."""
-
-
 _PUBLISHED = "{} was published already; every version is published once"
 
 

@@ -81,11 +81,12 @@ class GuardedSampler:
 
     def _hangs(self) -> str:
         hung_s = time.monotonic() - self._asked_at
-        lines = stacks.of_threads().get("sampler", [])
+        assert self._thread is not None and self._thread.ident is not None
+        lines = stacks.of_thread(self._thread.ident)
         own = [index for index, line in enumerate(lines) if line.startswith(f"{__file__}:")]
-        place = lines[own[-1] + 1 if own else 0 :][:1]
+        place = "".join(f" ({line})" for line in lines[own[-1] + 1 if own else 0 :][:1])
         return (
-            f"hangs: {type(self._sampler).__name__}.{self._method} ({'; '.join(place)}) has not returned for {hung_s:.1f} s and is "
+            f"hangs: {type(self._sampler).__name__}.{self._method}{place} has not returned for {hung_s:.1f} s and is "
             "not asked before it has; mend it, or resume with buffer.sampler=fifo"
         )
 

@@ -21,6 +21,11 @@ def of_threads() -> dict[str, list[str]]:
     return {names.get(ident, f"thread {ident}"): _lines(_outward(frame)) for ident, frame in frames.items()}
 
 
+def of_thread(ident: int) -> list[str]:
+    """Frames of one thread, innermost last; none if it has ended."""
+    return _lines(_outward(sys._current_frames().get(ident)))
+
+
 def of_task(task: "asyncio.Task[Any]") -> list[str]:
     """Frames of what it awaits, innermost last."""
     found: list[FrameType] = []

@@ -498,24 +498,28 @@ def test_the_time_to_load_and_save_state_is_not_the_choices(tmp_path: Path) -> N
 
 
 def test_a_choice_that_does_not_come_is_not_waited_for_and_asked_again_once_it_has_come() -> None:
-    released, calls = threading.Event(), []
+    entered, released, calls = threading.Event(), threading.Event(), []
 
     def hang_once(*_: Any) -> list[int]:
         calls.append(1)
         if len(calls) == 1:
+            entered.set()
             released.wait(60.0)
         return [11, 12]
 
     sampler = Fifo()
     sampler.select = hang_once  # type: ignore[method-assign]
     guarded = GuardedSampler(sampler, limit_s=0.2)
-    first, second = guarded.ask(ask()), guarded.ask(ask(request=6))
-    for answer, request in ((first, 5), (second, 6)):
-        assert answer.request == request
-        assert answer.error.startswith("hangs: Fifo.select (")
-        assert "has not returned for" in answer.error
-        assert "hang_once" in answer.error
-        assert "buffer.sampler=fifo" in answer.error
+    first = guarded.ask(ask())
+    assert first.request == 5
+    assert first.error.startswith("hangs: Fifo.")
+    assert entered.wait(60.0)
+    second = guarded.ask(ask(request=6))
+    assert second.request == 6
+    assert second.error.startswith("hangs: Fifo.select (")
+    assert "has not returned for" in second.error
+    assert "hang_once" in second.error
+    assert "buffer.sampler=fifo" in second.error
     assert len(calls) == 1
     released.set()
     guarded._limit_s = 60.0

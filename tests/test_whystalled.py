@@ -57,6 +57,14 @@ class World:
             self.why.on_stacks(channel, message)
         return 0
 
+    async def attached(self, worker: str) -> None:
+        """Its connection takes frames: that is a little later than its welcome is sent."""
+        for _ in range(2000):
+            if any(each.worker == worker and each.socket is not None for each in self.channels.all()):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{worker} is not connected")
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
@@ -78,6 +86,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_the_report_has_the_waits_of_the_core_and_the_stacks_of_workers_that_answer(world: World) -> None:
     link = Link(world.url, worker="rollout-0", role="rollout", token=TOKEN)
     await link.connect()
+    await world.attached("rollout-0")
     world.runtime.own(asyncio.Event().wait(), "something-owned")  # type: ignore[arg-type]
     report = await world.why.report()
     assert [row["who"] for row in report["waits"]] == ["trainer", "new groups"]
@@ -94,6 +103,7 @@ async def test_the_report_has_the_waits_of_the_core_and_the_stacks_of_workers_th
 async def test_a_worker_whose_main_thread_is_busy_is_shown_in_what(world: World) -> None:
     link = await asyncio.to_thread(ThreadLink, world.url, "trainer-0/0", "trainer", token=TOKEN)
     await asyncio.to_thread(link.connect, 10.0)
+    await world.attached("trainer-0/0")
     report = await world.why.report()
     assert "thread MainThread" in report["workers"]["trainer-0/0"]["stacks"]
     await asyncio.to_thread(link.close)
@@ -125,6 +135,7 @@ async def test_a_stopped_worker_is_reported_as_not_answering_and_two_who_ask_do_
         process.send_signal(signal.SIGSTOP)
         link = Link(world.url, worker="rollout-1", role="rollout", token=TOKEN)
         await link.connect()
+        await world.attached("rollout-1")
         for report in await asyncio.gather(world.why.report(), world.why.report()):
             assert "no answer within 5 s" in report["workers"]["rollout-0"]["error"]
             assert report["workers"]["rollout-1"]["stacks"]

@@ -81,8 +81,7 @@ class GuardedSampler:
 
     def _hangs(self) -> str:
         hung_s = time.monotonic() - self._asked_at
-        assert self._thread is not None and self._thread.ident is not None
-        lines = stacks.of_thread(self._thread.ident)
+        lines = stacks.of_thread(self._thread.ident or 0) if self._thread else []
         own = [index for index, line in enumerate(lines) if line.startswith(f"{__file__}:")]
         place = "".join(f" ({line})" for line in lines[own[-1] + 1 if own else 0 :][:1])
         return (

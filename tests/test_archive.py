@@ -214,7 +214,7 @@ async def test_tokens_that_nobody_wants_in_an_archive_are_forgotten_at_once(worl
 
 async def test_a_full_disk_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "RETRY_S", 0.01)
-    really, tries = archive._sync, [0]
+    really, tries = archive.sync, [0]
 
     def full(path: Path) -> None:
         tries[0] += 1
@@ -222,7 +222,7 @@ async def test_a_full_disk_is_waited_for(world: World, monkeypatch: pytest.Monke
             raise OSError(28, "No space left on device")
         really(path)
 
-    monkeypatch.setattr(archive, "_sync", full)
+    monkeypatch.setattr(archive, "sync", full)
     ids = world.train(1)
     world.archive.add(1, ids)
     await asyncio.wait_for(world.archive._writer, 30)
@@ -236,7 +236,7 @@ async def test_a_run_that_ends_on_a_full_disk_says_what_it_could_not_archive_and
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(archive, "_sync", full)
+    monkeypatch.setattr(archive, "sync", full)
     ids = world.train(1)
     world.archive.add(1, ids)
     assert (await world.archive.finish()).startswith("not in the archive yet: steps 1; their tokens are kept")

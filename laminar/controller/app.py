@@ -126,16 +126,21 @@ class Application:
             checkpoints.set_aside(path)
             self._display.say(f"alarm: checkpoint-damaged: {path.name}: {what}; the run goes on from {self._resume}")
 
-    def _open(self) -> Core:
-        config, run, continues = self._config, self._run, self._continues
-        self._log = EventLog(
-            run.database,
-            config.log.commit_s,
+    def _open_log(self) -> EventLog:
+        config = self._config.log
+        log = EventLog(
+            self._run.database,
+            config.commit_s,
             before_commit=lambda: self._tokens.sync(),
             after_commit=lambda: self._tokens.committed(),
-            bytes_max=config.log.max_mib * MIB,
+            bytes_max=config.max_mib * MIB,
         )
-        self._log.run_lock.take(os.getpid(), socket.gethostname())
+        log.run_lock.take(os.getpid(), socket.gethostname())
+        return log
+
+    def _open(self) -> Core:
+        config, run, continues = self._config, self._run, self._continues
+        self._log = self._open_log()
         if continues:
             self._history = recovery.read(run.database)
         core = self._core()
@@ -192,6 +197,11 @@ class Application:
             say=self._display.say,
         )
         self._connect()
+        self._go_on_from(past, core)
+        return core
+
+    def _go_on_from(self, past: Past, core: Core) -> None:
+        """Bring the core to where the log ends, if it is taken over, and say what of an earlier process was kept or cut."""
         if self._history is not None:
             past.check(self._history.segments)
             recovery.replay(self._history, core, self._channels, self._effects, past)
@@ -199,7 +209,6 @@ class Application:
         told = [self._log.set_aside, self._archive.adopt(past, core.state), *recovery.what_was_cut(self._history, past)]
         if lines := [line for line in told if line]:
             self._display.say("\n".join(lines))
-        return core
 
     def _run_id_of(self, boot: int) -> str:
         return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar import wire
+from laminar.checkpoints import sync
 from laminar.controller.segments import Past
 from laminar.controller.tokens import TokenStore
 from laminar.core.records import State, Trajectory, TrajectoryState
@@ -189,9 +190,9 @@ class Archive:
         torn = path.with_suffix(".tmp")
         try:
             _write_file(torn, firsts, self._rows(batches))
-            _sync(torn)
+            sync(torn)
             os.replace(torn, path)
-            _sync(self._directory)
+            sync(self._directory)
         except BaseException:
             torn.unlink(missing_ok=True)
             raise
@@ -294,11 +295,3 @@ def _lists(values: list[bytes], kind: str) -> Any:
         ends.append(ends[-1] + len(value) // width)
     numbers = pa.Array.from_buffers(of, ends[-1], [None, pa.py_buffer(b"".join(values))])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), numbers)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

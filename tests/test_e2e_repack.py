@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(400)
 STEPS_MAX = 80  # far more than it takes: the run is stopped when enough has happened
 LOOK_EVERY = 10  # steps
 MOVES_MIN = 10
+CHECKED_MIN = 4  # moves whose weights are there to compute with
 TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by two programs
 
 
@@ -70,13 +71,19 @@ class Finished(NamedTuple):
     """Of the controller, shortly before it was stopped."""
 
     def weights(self, version: Version) -> Path:
-        """A Hugging Face directory with this version's weights."""
-        return self.run.path / "checkpoints" / f"step-{version.step}" / "hf" if version.step else QUICKSTART / "model"
+        """A Hugging Face directory with this version's weights, if they were kept."""
+        return _weights(self.run, version)
 
     def moved(self) -> dict[int, Move]:
         """The last move of each trajectory that moved and was trained on."""
-        trained = dict(self.run.query("SELECT id, 1 FROM trajectories WHERE trained_at IS NOT NULL"))
-        return {move.trajectory: move for move in self.replay.moves if move.trajectory in trained}
+        return _moved(self.run, self.replay)
+
+    def checked(self) -> dict[Version, list[Move]]:
+        """Those of them whose weights were kept, by version."""
+        found: dict[Version, list[Move]] = {}
+        for move in _of_kept_weights(self.run, self.replay):
+            found.setdefault(move.started_under, []).append(move)
+        return found
 
     def prompt(self, trajectory: int) -> list[int]:
         [(group,)] = self.run.query("SELECT group_id FROM trajectories WHERE id = ?", trajectory)
@@ -100,7 +107,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=CASES)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that was stopped when enough had moved. Every version's weights are kept, and they differ much."""
+    """A run that was stopped when enough had moved. The versions differ much; most are kept: no checkpoint begins while one is
+    being written."""
     case = CASES[request.param]
     directory = tmp_path_factory.mktemp(request.param)
     weights = (
@@ -114,7 +122,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         kept = keep_tokens(run)
         for step in range(LOOK_EVERY, STEPS_MAX, LOOK_EVERY):
             run.until_said(rf"^step {step}/", END_S)
-            if _is_enough(case, Replay(run)):
+            if _is_enough(case, run, Replay(run)):
                 break
         status = run.status()
         run.signal(signal.SIGINT)
@@ -122,9 +130,27 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Finished(case, run, Replay(run), read_tokens(kept), configfile.load(run.path / "config.toml", []), status)
 
 
-def _is_enough(case: Case, replay: Replay) -> bool:
+def _is_enough(case: Case, run: Run, replay: Replay) -> bool:
     behind = any(freed.held != freed.newest for freed in replay.freed)
-    return len(replay.moves) >= MOVES_MIN and behind and (replay.num_divided > 0 or not case.divides)
+    is_divided = replay.num_divided > 0 or not case.divides
+    return (
+        len(replay.moves) >= MOVES_MIN and behind and is_divided and len(_of_kept_weights(run, replay)) >= CHECKED_MIN
+    )
+
+
+def _moved(run: Run, replay: Replay) -> dict[int, Move]:
+    trained = dict(run.query("SELECT id, 1 FROM trajectories WHERE trained_at IS NOT NULL"))
+    return {move.trajectory: move for move in replay.moves if move.trajectory in trained}
+
+
+def _of_kept_weights(run: Run, replay: Replay) -> list[Move]:
+    return [
+        move for move in _moved(run, replay).values() if (_weights(run, move.started_under) / "config.json").is_file()
+    ]
+
+
+def _weights(run: Run, version: Version) -> Path:
+    return run.path / "checkpoints" / f"step-{version.step}" / "hf" if version.step else QUICKSTART / "model"
 
 
 def test_a_run_with_long_tails_moves_trajectories(finished: Finished) -> None:
@@ -168,14 +194,15 @@ async def test_what_moved_is_what_one_replica_would_have_generated_alone(finishe
     """Each token is a function of seed, position and weights: a token lost, doubled or changed would change all after it."""
     same = [
         alone == finished.response(trajectory)
-        for version in _versions(finished)
-        for trajectory, alone in (await _generate(finished, version)).items()
+        for version, moves in finished.checked().items()
+        for trajectory, alone in (await _generate(finished, version, moves)).items()
     ]
+    assert same
     # A draw that falls on the edge of two tokens may go either way in a batch of another shape.
     assert same.count(False) <= len(same) // 10, same
 
 
-async def _generate(finished: Finished, version: Version) -> dict[int, list[int]]:
+async def _generate(finished: Finished, version: Version, moves: list[Move]) -> dict[int, list[int]]:
     """The moved trajectories of a version, each from its prompt by one engine."""
     engine = EmbeddedEngine(str(finished.weights(version)), num_requests_max=128, dtype="float32")
     ended: asyncio.Queue[int] = asyncio.Queue()
@@ -183,7 +210,6 @@ async def _generate(finished: Finished, version: Version) -> dict[int, list[int]
     try:
         codec = TextCodec(finished.config.model.path)
         requests = Requests(engine, finished.config.rollout, codec.stop_ids)
-        moves = [move for move in finished.moved().values() if move.started_under == version]
         keys = {requests.sample(finished.prompt(m.trajectory), [], m.seed): m.trajectory for m in moves}
         async with asyncio.timeout(60):
             for _ in keys:
@@ -191,10 +217,6 @@ async def _generate(finished: Finished, version: Version) -> dict[int, list[int]
         return {keys[output.key]: output.tokens for output in engine.drain()}
     finally:
         await engine.stop()
-
-
-def _versions(finished: Finished) -> list[Version]:
-    return sorted({move.started_under for move in finished.moved().values()})
 
 
 def test_the_version_of_what_moves_never_changes(finished: Finished) -> None:
@@ -207,15 +229,16 @@ def test_the_version_of_what_moves_never_changes(finished: Finished) -> None:
 def test_the_trainer_recomputes_the_log_probs_of_what_moved(finished: Finished) -> None:
     live = finished.run.query("SELECT max(value) FROM metrics WHERE name = 'mismatch/logprob_abs_diff_max'")
     assert 0 < live[0][0] < TOLERANCE
-    for version in _versions(finished):
-        moved = [move for move in finished.moved().values() if move.started_under == version]
+    assert finished.checked()
+    for version, moved in finished.checked().items():
         assert _largest_difference(finished, version, moved) < TOLERANCE
 
 
 def test_the_log_probs_would_tell_other_weights_and_a_lost_token(finished: Finished) -> None:
-    move = max(finished.moved().values(), key=lambda move: len(finished.response(move.trajectory)) - move.num_flushed)
-    step = move.started_under.step
-    other = Version(step - 1 if step else 1, 0)
+    moved = [move for moves in finished.checked().values() for move in moves]
+    move = max(moved, key=lambda move: len(finished.response(move.trajectory)) - move.num_flushed)
+    steps = {*finished.run.checkpoints(), 0}
+    other = Version(min(steps - {move.started_under.step}, key=lambda step: abs(step - move.started_under.step)), 0)
     assert _largest_difference(finished, other, [move]) > TOLERANCE
     assert _largest_difference(finished, move.started_under, [move], without=move.num_flushed - 1) > TOLERANCE
 

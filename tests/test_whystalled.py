@@ -21,6 +21,7 @@ from laminar.controller.__main__ import main
 from laminar.controller.channels import Channel, Channels
 from laminar.controller.eventlog import EventLog
 from laminar.controller.loopwatch import LoopWatch
+from laminar.controller.operator import Operator
 from laminar.controller.rundir import RunDirectory
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Server
@@ -50,7 +51,8 @@ class World:
         )
         self.why = WhyStalled(path, self.runtime, self.channels, self.log, self.run.logs)
         self.server.on_message = self.on_message
-        self.server.why_stalled = self.why.report
+        operator = Operator(self.runtime, self.channels, status=dict, why_stalled=self.why.report)
+        self.server.routes = operator.routes()
 
     def on_message(self, channel: Channel, message: wire.Message, number: int) -> int:
         if isinstance(message, wire.Stacks):

@@ -28,6 +28,7 @@ from laminar.controller.display import Display, LiveDisplay, PlainDisplay
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
+from laminar.controller.operator import Operator
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
@@ -40,12 +41,11 @@ from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
 from laminar.controller.upkeep import MIB
 from laminar.controller.watches import Watches
-from laminar.core import actions, events, fleet
+from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.errors import StartError
 from laminar.hosts import Host, is_local
-from laminar.ids import WorkerId
 from laminar.remote import Answer
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.relay import paths
@@ -233,9 +233,10 @@ class Application:
             events.WorkerReturned(worker=c.worker, incarnation=c.incarnation)
         )
         self._server.token_rows = self._tokens.rows
-        self._server.on_drain = self._on_drain
-        self._server.status = self._status
-        self._server.why_stalled = self._watches.why_stalled.report
+        operator = Operator(
+            self._runtime, self._channels, status=self._status, why_stalled=self._watches.why_stalled.report
+        )
+        self._server.routes = operator.routes()
         self._intake.on_stacks = self._watches.why_stalled.on_stacks
 
     async def _start(self) -> None:
@@ -325,11 +326,6 @@ class Application:
 
     def _alarm(self, name: str, text: str) -> None:
         self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=name, text=text))
-
-    def _on_drain(self, worker: WorkerId) -> str:
-        refusal = fleet.why_not_drained(self._runtime.core.state, worker)
-        self._runtime.post(events.DrainRequested(worker=worker))
-        return refusal
 
     def _on_signal(self, name: str) -> None:
         self._interrupts += 1

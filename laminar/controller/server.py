@@ -1,4 +1,4 @@
-"""The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, status for people.
+"""The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, and routes for people that it is given.
 
 Every route needs the run's token. A reconnect of the same worker process continues its channel (`laminar.controller.channels`), a
 new process (higher incarnation) replaces one whose connection is gone. Frames are acknowledged only when the event made of them is
@@ -11,7 +11,7 @@ said goodbye; a peer that neither reads nor writes cannot delay that, nor the en
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -20,7 +20,6 @@ from aiohttp import WebSocketError, WSMessage, WSMsgType, web
 from laminar import wire
 from laminar.controller.channels import Channel, Channels
 from laminar.errors import ProtocolError, StartError
-from laminar.ids import WorkerId
 
 logger = structlog.get_logger(__name__)
 
@@ -39,10 +38,8 @@ class Server:
         self.on_message: Callable[[Channel, wire.Message, int], int] = lambda channel, message, number: 0
         self.on_broken: Callable[[Channel], None] = lambda channel: None
         self.on_returned: Callable[[Channel], None] = lambda channel: None
-        self.on_drain: Callable[[WorkerId], str] = lambda worker: ""
-        """Why the replica is not drained; empty = it is."""
-        self.status: Callable[[], dict[str, Any]] = dict
-        self.why_stalled: Callable[[], Awaitable[dict[str, Any]]] = _nothing
+        self.routes: list[web.RouteDef] = []
+        """More of them, for people (`laminar.controller.operator`); known before `start`."""
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
         self._channels, self._token, self._run_id, self._config = channels, token, run_id, config
@@ -55,9 +52,7 @@ class Server:
         app = web.Application(middlewares=[self._authenticate], client_max_size=wire.FRAME_BYTES_MAX)
         app.router.add_get("/v1/channel", self._channel)
         app.router.add_post("/v1/tokens", self._tokens)
-        app.router.add_get("/v1/status", self._status)
-        app.router.add_get("/v1/why-stalled", self._why_stalled)
-        app.router.add_post("/v1/drain/{worker}", self._drain)
+        app.router.add_routes(self.routes)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -88,23 +83,6 @@ class Server:
             return web.json_response({"error": "the run's token is needed: Authorization: Bearer <token>"}, status=401)
         response: web.StreamResponse = await handler(request)
         return response
-
-    async def _drain(self, request: web.Request) -> web.Response:
-        """The operator's word: this replica finishes what it has and leaves."""
-        worker = WorkerId(request.match_info["worker"])
-        if worker not in self._channels.workers("rollout"):
-            known = ", ".join(self._channels.workers("rollout")) or "none"
-            return web.json_response({"error": f"there is no replica {worker!r}; there are: {known}"}, status=404)
-        refusal = self.on_drain(worker)
-        if refusal:
-            return web.json_response({"error": refusal}, status=409)
-        return web.json_response({"draining": worker})
-
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(self.status())
-
-    async def _why_stalled(self, request: web.Request) -> web.Response:
-        return web.json_response(await self.why_stalled())
 
     async def _tokens(self, request: web.Request) -> web.Response:
         try:
@@ -226,10 +204,6 @@ class Server:
             except (ConnectionError, TimeoutError, RuntimeError):
                 await _close(socket)
                 return
-
-
-async def _nothing() -> dict[str, Any]:
-    return {}
 
 
 def _binary(frame: WSMessage) -> bytes:

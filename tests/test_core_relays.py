@@ -522,3 +522,30 @@ def test_a_snapshot_at_any_time_carries_chain_and_failovers(name):
             world.run()
             runs.append(world.log)
         assert runs[0] == runs[1]
+
+
+# ---- bytes that change in memory ---------------------------------------------------------------------------
+
+
+def test_a_relay_that_lost_the_newest_version_is_filled_again_by_its_neighbour():
+    driver = filled("a", "b", "c")
+    before = epochs(driver)[-1]
+    driver.dropped(V0, "relay-c")
+    assert epochs(driver)[-1] == before + 1
+    assert order(driver) == ["a", "b", "c"]
+    driver.dropped(V0, "relay-c")
+    assert epochs(driver)[-1] == before + 1, "it has nothing more to lose"
+
+
+def test_a_master_that_lost_the_newest_version_gives_way_to_one_that_holds_it():
+    driver = filled("a", "b", "c")
+    driver.dropped(V0, "relay-a")
+    assert driver.core.state.chain.master == "relay-b"
+    assert set(order(driver)) == {"a", "b", "c"}
+
+
+def test_an_older_version_that_is_recycled_makes_no_new_epoch():
+    driver = filled("a", "b")
+    before = epochs(driver)
+    driver.dropped(Version(7, 0), "relay-b")
+    assert epochs(driver) == before

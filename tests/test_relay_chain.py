@@ -158,6 +158,47 @@ def test_a_relay_that_lacks_the_base_gets_whole_chunks():
             late.end()
 
 
+def flip(relay: Relay, version: Version, at: int) -> None:
+    """Change a byte of a version in a relay's memory."""
+    (slot,) = [each for each in relay.client.status().slots if each.version == version]
+    with (relay.directory / slot.file).open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_version_that_changed_in_a_relays_memory_is_not_passed_on_and_that_relay_gets_it_again():
+    with chain(2) as relays:
+        first = relays[0].publish(1, SMALL)
+        assert relays[1].holds(first, SMALL)
+        flip(relays[1], first, BLOCK_BYTES + 5)
+        late = Relay("late")
+        try:
+            arrange(2, [*relays, late])
+            relays[1].until(lambda status: all(slot.version != first for slot in status.slots))
+            assert not relays[1].client.status().chain_broken, "nobody is to blame for a link"
+            arrange(3, [*relays, late])  # as the core does when a relay has lost the newest version
+            assert late.holds(first, SMALL)
+            assert relays[1].holds(first, SMALL)
+        finally:
+            late.end()
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["sender", "receiver"])
+def test_a_base_that_changed_in_memory_costs_deltas_and_nothing_else(end: int):
+    weights = np.zeros((4 << 20) // 2, np.uint16)
+    with chain(2, deltas="always") as relays:
+        first = relays[0].publish_bytes(1, weights)
+        assert relays[1].bytes_of(first, weights.nbytes) == weights.tobytes()
+        flip(relays[end], first, 2 * BLOCK_BYTES + 6)
+        weights[::1000] += 1
+        second = relays[0].publish_bytes(2, weights)
+        relays[1].until(lambda status: bool(status.chain_broken))
+        arrange(2, relays)
+        assert relays[1].bytes_of(second, weights.nbytes) == weights.tobytes()
+
+
 def test_a_limited_link_shows_how_far_a_version_has_come_at_both_its_ends():
     with chain(2, options=("--rate-limit-mbit", "20")) as relays:
         version = relays[0].publish(1, 8 << 20)

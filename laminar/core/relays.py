@@ -252,10 +252,14 @@ def on_held(turn: Turn, event: VersionHeld) -> None:
 
 
 def on_dropped(turn: Turn, event: VersionDropped) -> None:
-    """Nobody pulls it there any more."""
+    """Nobody pulls it there any more. One that lost the newest, whose bytes have changed in its memory, is filled again."""
     relay = turn.state.relays.get(event.worker)
-    if relay is not None:
-        drop(turn, relay, event.version)
+    if relay is None:
+        return
+    newest = versions.newest(turn.state)
+    is_newest = newest is not None and newest.version == event.version and event.version in relay.held
+    drop(turn, relay, event.version)
+    _arrange(turn, relink=is_newest)
 
 
 def drop(turn: Turn, relay: Relay, version: Version) -> None:

@@ -48,7 +48,8 @@ class Receiver:
     def _take(self, flow: Flow) -> None:
         """The rest of one version, in part as deltas to the newest that is here, if that has the same layout."""
         with self._store.held(self._store.ready(None)) as newest:
-            base = newest if newest is not None and newest.manifest == flow.manifest else None
+            can_rebuild = newest is not None and newest.manifest == flow.manifest and not flow.is_whole_only
+            base = newest if can_rebuild else None
             have = frames.Have(version=flow.version, offset=flow.received, base=base.version if base else None)
             frames.send(self._link, have)
             began, num_bytes = time.monotonic(), 0
@@ -79,8 +80,12 @@ class Receiver:
         place = flow.buffer[chunk.offset : end]
         place[:] = base.buffer[chunk.offset : end]
         delta.apply(made, place, flow.manifest.item_bytes)
-        while flow.received < end:
-            self._advance(flow, flow.next_block(), chunk)
+        try:
+            while flow.received < end:
+                self._advance(flow, flow.next_block(), chunk)
+        except ProtocolError:
+            flow.is_whole_only = True
+            raise
 
     def _take_end(self, flow: Flow, end: frames.End) -> None:
         verified = flow.verifies(end.digest)

@@ -125,6 +125,8 @@ class Sender:
                 frames.send_nothing(self._link)
             elif flow.wait_for(end, frames.SIGN_OF_LIFE_S) < end:
                 frames.send_nothing(self._link)
+            elif flow.is_at_rest and not flow.is_intact(start, end):
+                self._store.discard(flow)
             else:
                 wire_bytes = self._send_chunk(flow, base, start, end)
                 self._bucket.spend(wire_bytes)

@@ -66,6 +66,13 @@ class ChainStore:
         """It will never be complete."""
         self._call(lambda: self._versions.lose(flow, reason))
 
+    def discard(self, flow: Flow) -> None:
+        """A READY version's bytes have changed in memory."""
+        flow.lose()
+        slot = self._call(lambda: self._versions.table.ready(flow.version))
+        if slot is not None:
+            self._call(lambda: self._versions.discard(slot))
+
     # ---- shards
 
     def refusal(self, publication: int) -> tuple[str, bool] | None:

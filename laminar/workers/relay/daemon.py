@@ -289,8 +289,7 @@ class RelayServer:
         files = self.versions.files
         assert files is not None
         if await asyncio.to_thread(digest, files.view(slot.index, slot.num_bytes)) != slot.digest:
-            log.error("relay_version_changed", version=str(slot.version), slot=slot.index)
-            self._table.discard(slot)
+            self.versions.discard(slot)
         return protocol.Done()
 
     def _status(self) -> protocol.Status:

@@ -11,7 +11,7 @@ import xxhash
 from laminar.errors import ProtocolError
 from laminar.ids import Version
 from laminar.workers.canary import Canary
-from laminar.workers.relay.digest import DIGEST_BYTES, combine
+from laminar.workers.relay.digest import DIGEST_BYTES, combine, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES, Manifest
 
 
@@ -30,6 +30,10 @@ class Flow:
         """Known when it is complete and verified."""
         self.canary: Canary | None = None
         self.lost = False
+        self.is_at_rest = False
+        """It was READY before: its bytes were verified some time ago."""
+        self.is_whole_only = False
+        """A delta made wrong bytes, so one of its bases has changed: the rest is to come without."""
         self._changed = threading.Condition()
 
     @classmethod
@@ -40,6 +44,7 @@ class Flow:
         flow = cls(version, manifest, buffer)
         flow.received = flow.num_bytes
         flow.blocks, flow.digest, flow.canary = bytearray(blocks), digest, canary
+        flow.is_at_rest = True
         return flow
 
     def next_block(self) -> memoryview:
@@ -65,6 +70,10 @@ class Flow:
         while self.received < self.num_bytes and not stop.is_set():
             self.advance(self.next_block())
 
+    def is_intact(self, start: int, end: int) -> bool:
+        """Whether the bytes of the blocks from `start` to `end` still have their digests."""
+        return digest_blocks(self.buffer[start:end]) == self.digests(start, end)
+
     def verifies(self, digest: str) -> bool:
         """All bytes are here and they are the master's."""
         return self.received == self.num_bytes and combine(bytes(self.blocks), self.num_bytes) == digest
@@ -76,9 +85,9 @@ class Flow:
             self._changed.notify_all()
 
     def lose(self) -> None:
-        """It will never be complete."""
+        """It will never be complete, or is not any more."""
         with self._changed:
-            self.lost = True
+            self.lost, self.digest = True, ""
             self._changed.notify_all()
 
     def wait_for(self, num_bytes: int, timeout_s: float) -> int:

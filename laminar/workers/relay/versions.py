@@ -32,17 +32,14 @@ from laminar.workers.relay.slots import UPSTREAM, Slot, SlotTable
 log = structlog.get_logger("laminar.relay")
 
 FILL_TIMEOUT_S = 600.0  # a rank that has not committed after this hangs; the version is lost, the run goes on
-OTHERS_TIMEOUT_S = (
-    30.0  # all ranks begin before one commits: what has not been heard of by then is of a host that is gone
-)
+OTHERS_TIMEOUT_S = 30.0  # all ranks begin before one commits: those not heard of by then are on a host that is gone
 READ_TIMEOUT_S = 5.0  # what the chain brings, the other relay has: its sender here has only to say that it has ended
 
 Told = VersionReady | VersionHeld | VersionLost | VersionDropped
 
 
 class Versions:
-    """`on_event` gets what the controller is to know, on the event loop, and must not block. `free` tells the bytes that can
-    still be allocated under a directory."""
+    """`on_event` gets what the controller is to know; it must not block. `free`: bytes that a directory still takes."""
 
     def __init__(
         self,
@@ -297,6 +294,11 @@ class Versions:
         log.info("relay_flow_lost", version=str(flow.version), received=flow.received, reason=reason)
         flow.lose()
         self.table.drop(flow.version)
+
+    def discard(self, slot: Slot) -> None:
+        """Its bytes have changed in memory: nobody gets the version here until it has come anew."""
+        log.error("relay_version_changed", version=str(slot.version), slot=slot.index)
+        self.table.discard(slot)
 
     def lose_incoming(self) -> None:
         """This relay is the master now: nobody sends the rest of what was coming."""

@@ -77,6 +77,7 @@ class Core:
         state.at = max(state.at, event.at)
         skipped, state.skipped = state.skipped, {}
         turn = Turn(state, self.settings, self.story)
+        self.story.begin(event)
         _HANDLERS[type(event)](turn, event)
         if state.dirty or skipped or not isinstance(event, events.ReplicaReported):
             _settle(turn)  # else it is a frame in which nothing ended, as most are: what was settled before still is

@@ -83,7 +83,10 @@ def start(turn: Turn, replica: Replica, group: Group, trajectories: list[Traject
         )
     )
     turn.tell(
-        f"{len(starts)} siblings started under {replica.version}", story.group(group.id), story.worker(replica.id)
+        f"{len(starts)} siblings started under {replica.version}",
+        story.group(group.id),
+        story.worker(replica.id),
+        *(story.trajectory(start.trajectory) for start in starts),
     )
 
 

@@ -1,9 +1,11 @@
 """What happened to whom, and because of which event: the rows behind `story(key)`."""
 
 from collections import deque
+from itertools import islice
 
 import msgspec
 
+from laminar.core.events import AnyEvent
 from laminar.ids import GroupId, TrajectoryId, Version, WorkerId, format_id
 
 ROWS_MAX = 50_000  # a few minutes of a large run, some 10 MB; older rows are in the event log
@@ -13,9 +15,12 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """One line of the story."""
 
     cause: int
+    """Sequence number of the event that led to it."""
     at: float
     text: str
     subjects: tuple[str, ...]
+    because: str = ""
+    """What that event was: ``ReplicaReported of rollout-3``."""
 
 
 class Story:
@@ -23,14 +28,29 @@ class Story:
 
     def __init__(self) -> None:
         self._rows: deque[Row] = deque(maxlen=ROWS_MAX)
+        self._event: AnyEvent | None = None
+
+    def begin(self, event: AnyEvent) -> None:
+        """What is told from now on is because of this event."""
+        self._event = event
 
     def add(self, cause: int, at: float, text: str, subjects: tuple[str, ...]) -> None:
         """Append one row."""
-        self._rows.append(Row(cause, at, text, subjects))
+        self._rows.append(Row(cause, at, text, subjects, name_of(self._event) if self._event else ""))
 
     def of(self, subject: str) -> list[Row]:
         """All rows that name `subject`, oldest first."""
         return [row for row in self._rows if subject in row.subjects]
+
+    def latest(self, num: int) -> list[Row]:
+        """The last so many rows of all subjects, oldest first."""
+        return list(islice(reversed(self._rows), num))[::-1]
+
+
+def name_of(event: AnyEvent) -> str:
+    """What an event was, in a few words: its kind and its worker."""
+    kind, who = type(event).__name__, getattr(event, "worker", None)
+    return f"{kind} of {who}" if who else kind
 
 
 def trajectory(value: TrajectoryId) -> str:

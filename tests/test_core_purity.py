@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "laminar"
 
 CORE_MAY_IMPORT = ("laminar.core", "laminar.ids", "laminar.errors", "msgspec")
+# fmt: off
 CORE_STANDARD_LIBRARY = {"array", "bisect", "collections", "enum", "functools", "heapq", "itertools", "random", "typing"}
+# fmt: on
 """A core that needs more of the standard library says so here; a clock, a thread, a socket or the environment never."""
 CONTROLLER_NEVER_IMPORTS = ("torch", "vllm", "transformers", "numpy")
 

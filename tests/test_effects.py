@@ -16,11 +16,12 @@ import pytest
 from laminar import wire
 from laminar.config import Config, ControllerConfig
 from laminar.controller.channels import Channel, Channels
-from laminar.controller.effects import Effects, stalenesses
+from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
 from laminar.controller.server import Server
 from laminar.controller.tokens import TokenStore
+from laminar.controller.trajectoryrows import Stalenesses
 from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.core.records import Timings, Trajectory
@@ -317,7 +318,7 @@ async def test_a_record_has_every_column_and_its_stalenesses(world: World) -> No
     world.effects.perform(actions.RecordTrajectories(cause=1, trajectories=[unfinished, trajectory]))
     rows = await world.rows("SELECT * FROM trajectories ORDER BY id")
     assert rows[0] == (
-        A, 2, GROUP, 1, 2, "v1", "v2", "v4", "d", 5, 6, 0.0, '{"format": 1.0}', "stop",
+        A, 2, GROUP, 1, 2, "v1", "v2", "v4", "d", 5, 6, 0.0, '{"format":1.0}', "stop",
         5, None, 1, 2, 3, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0,
     )  # fmt: skip
     assert rows[1] == (B, 2, GROUP, 0, 1, None, None, None, "", 0, 0, None, "{}", "", None, "stopped", *[None] * 9)
@@ -325,10 +326,10 @@ async def test_a_record_has_every_column_and_its_stalenesses(world: World) -> No
 
 def test_staleness_across_a_restore_counts_from_the_common_step() -> None:
     trajectory = Trajectory(id=A, group=GROUP, prompt=PromptId(0), sibling=0, seed=0)
-    assert stalenesses(trajectory, []) == (None, None, None)
+    assert Stalenesses([]).of(trajectory) == (None, None, None)
     trajectory.behavior_version, trajectory.finish_version = Version(5, 0), Version(5, 1)
     trajectory.sample_version = Version(6, 1)
-    assert stalenesses(trajectory, [Branch(branch=1, fork_step=3)]) == (2, 1, 3)
+    assert Stalenesses([Branch(branch=1, fork_step=3)]).of(trajectory) == (2, 1, 3)
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------

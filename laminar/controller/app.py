@@ -317,12 +317,19 @@ class Application:
             self._display.say(f"{text} on {event.num_prompts} held-out prompts")
 
     def _keep(self, event: events.AnyEvent) -> None:
-        """A controller that takes over replays what came after this."""
-        is_step = isinstance(event, events.StepFinished | events.RunStarted | events.ControllerRestarted)
-        if is_step or event.seq - self._kept >= SNAPSHOT_EVENTS:
+        """See to a snapshot where one is due: at the first event, without delay; later not on top of a step's rows."""
+        if isinstance(event, events.RunStarted | events.ControllerRestarted):
+            self._snapshot()
+        elif isinstance(event, events.StepFinished) or event.seq - self._kept >= SNAPSHOT_EVENTS:
             self._kept = event.seq
+            asyncio.get_running_loop().call_soon(self._snapshot)
+
+    def _snapshot(self) -> None:
+        """A controller that takes over replays what came after this."""
+        if not self._runtime.crashed:
+            self._kept = self._runtime.seq
             body = recovery.snapshot(self._runtime.core, self._channels, self._effects)
-            self._log.snapshot(event.seq, body)
+            self._log.snapshot(self._kept, body)
 
     def _alarm(self, name: str, text: str) -> None:
         self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=name, text=text))

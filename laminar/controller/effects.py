@@ -7,7 +7,6 @@ has not received.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, Protocol
 import structlog
 
 from laminar import checkpoints, wire
+from laminar.controller import trajectoryrows
 from laminar.controller.channels import Channels
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
-from laminar.core import actions, events, versions
-from laminar.core.records import Trajectory
+from laminar.core import actions, events
 from laminar.core.sampling import Sampler
 from laminar.ids import GroupId, TrajectoryId, WorkerId
 from laminar.samplers import GuardedSampler
@@ -239,28 +238,14 @@ class Effects:
     # ---- records -------------------------------------------------------------------------------------------
 
     def _record(self, action: actions.RecordTrajectories) -> None:
-        statement = f"INSERT OR REPLACE INTO trajectories VALUES ({', '.join('?' * 25)})"
-        for trajectory in action.trajectories:
-            self._log.write(statement, self._row(trajectory))
+        for statement, row in trajectoryrows.statements(action.trajectories, self._runtime.core.state.branches):
+            self._log.write(statement, row)
 
     def _record_lost(self, action: actions.RecordLostSteps) -> None:
         self._log.write(
             "UPDATE trajectories SET dropped = ? WHERE step BETWEEN ? AND ? AND trained_at IS NOT NULL",
             (action.reason, action.first, action.last),
         )
-
-    def _row(self, t: Trajectory) -> tuple[Any, ...]:
-        s_gen, residence, s_train = stalenesses(t, self._runtime.core.state.branches)
-        times = (
-            getattr(t.timings, f) or None
-            for f in ("queued", "first_token", "finished", "rewarded", "sampled", "trained")
-        )
-        return (
-            t.id, t.prompt, t.group, t.sibling, t.attempt,
-            _text(t.behavior_version), _text(t.finish_version), _text(t.sample_version), t.digest,
-            t.num_prompt_tokens, t.num_tokens, t.reward if t.timings.rewarded else None, json.dumps(t.reward_parts),
-            t.finish_reason, t.step or None, t.dropped or None, s_gen, residence, s_train, *times,
-        )  # fmt: skip
 
     def _forget(self, action: actions.ForgetTokens) -> None:
         if action.step and self._committed is not None:
@@ -271,18 +256,3 @@ class Effects:
     def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))
         self._alarm(action.name, action.text)
-
-
-def _text(version: object) -> str | None:
-    return str(version) if version is not None else None
-
-
-def stalenesses(t: Trajectory, branches: list[Any]) -> tuple[int | None, int | None, int | None]:
-    """(s_gen, residence, s_train) of a trajectory in trainer steps, as far as they are known."""
-    s_gen = residence = None
-    if t.finish_version and t.behavior_version:
-        s_gen = versions.staleness(branches, t.finish_version, t.behavior_version)
-    if t.sample_version and t.finish_version:
-        residence = versions.staleness(branches, t.sample_version, t.finish_version)
-    s_train = s_gen + residence if s_gen is not None and residence is not None else None
-    return s_gen, residence, s_train

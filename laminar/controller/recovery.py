@@ -35,14 +35,14 @@ ROLES: dict[type, str] = {
 class Snapshot(msgspec.Struct, kw_only=True):
     """All that a controller needs to go on, after one event."""
 
-    core: bytes
+    core: msgspec.Raw
     channels: Kept
     relay_addresses: dict[WorkerId, wire.Neighbour]
 
 
 def snapshot(core: Core, channels: Channels, effects: Effects) -> bytes:
     """msgpack of a `Snapshot` as of the last event."""
-    now = Snapshot(core=core.snapshot(), channels=channels.keep(), relay_addresses=effects.relay_addresses)
+    now = Snapshot(core=msgspec.Raw(core.snapshot()), channels=channels.keep(), relay_addresses=effects.relay_addresses)
     return msgspec.msgpack.encode(now)
 
 

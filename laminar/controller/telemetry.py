@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from laminar import wire
-from laminar.controller.effects import stalenesses
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
+from laminar.controller.trajectoryrows import Stalenesses
 from laminar.core import events
 from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
@@ -152,7 +152,8 @@ class Telemetry:
 
     def _of_batch(self, members: list[Trajectory]) -> dict[str, float]:
         branches = self._runtime.core.state.branches
-        rows = [stalenesses(t, branches) for t in members]
+        stalenesses = Stalenesses(branches)
+        rows = [stalenesses.of(t) for t in members]
         metrics = {}
         for index, name in enumerate(("s_gen", "residence", "s_train")):
             values = [row[index] or 0 for row in rows]

@@ -51,7 +51,7 @@ class ReplicaState(StrEnum):
     GENERATING = "generating"
 
 
-class Timings(msgspec.Struct, kw_only=True):
+class Timings(msgspec.Struct, kw_only=True, array_like=True):
     """Run time in seconds (`Event.at`) of what happened to a trajectory; 0 = not yet."""
 
     queued: float = 0.0
@@ -62,7 +62,7 @@ class Timings(msgspec.Struct, kw_only=True):
     trained: float = 0.0
 
 
-class Trajectory(msgspec.Struct, kw_only=True):
+class Trajectory(msgspec.Struct, kw_only=True, array_like=True):
     """One response to one prompt, without its tokens."""
 
     id: TrajectoryId
@@ -96,7 +96,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     timings: Timings = msgspec.field(default_factory=Timings)
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, array_like=True):
     """The siblings of one prompt: one replica, one version."""
 
     id: GroupId

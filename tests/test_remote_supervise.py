@@ -28,7 +28,7 @@ from laminar.remote import (
     returncode_of,
     status_of,
 )
-from laminar.workers.remote.supervisor import send_away
+from laminar.workers.remote.supervisor import send_away, socket_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -329,6 +329,18 @@ def test_a_controller_that_comes_later_is_told_how_the_process_ended_meanwhile(c
     assert returncode_of(second.status()) == -signal.SIGABRT
 
 
+def test_a_status_that_nobody_passed_on_is_told_to_the_next_connection(connect) -> None:
+    first = connect(SLEEP)
+    child, supervisor = first.started(), first.supervisor()
+    first.process.send_signal(signal.SIGSTOP)  # as one that is killed and has not died yet: what is sent to it is not refused
+    child.send_signal(signal.SIGABRT)
+    child.wait(LIMIT_S)
+    first.process.kill()
+    second = connect(token=first.token, attach=True, boot=2)
+    assert returncode_of(second.status()) == -signal.SIGABRT
+    until(lambda: is_gone(supervisor.pid))
+
+
 def test_a_connection_that_another_replaces_ends_and_its_orders_are_not_heard(connect) -> None:
     first = connect(SLEEP)
     child = first.started()
@@ -382,12 +394,13 @@ def test_nothing_to_attach_to_is_said(connect) -> None:
 
 def test_a_supervisor_leaves_nothing_in_shared_memory(connect) -> None:
     connection = connect(SLEEP)
-    before = set(Path("/dev/shm").glob("laminar-*"))
     supervisor = connection.started() and connection.supervisor()
+    directory = socket_of({TOKEN: connection.token, NAME: "rollout-0"}).parent
+    assert directory.exists()
     connection.say(KILL)
     connection.status()
     until(lambda: is_gone(supervisor.pid))
-    assert set(Path("/dev/shm").glob("laminar-*")) <= before
+    assert not directory.exists()
 
 
 def test_output_that_nobody_takes_does_not_hold_up_the_process_and_what_is_left_out_is_said(

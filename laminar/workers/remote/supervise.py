@@ -5,6 +5,7 @@ stdout and stderr over to it; and waits for the status to pass on. What goes ove
 
     sshd ── stdin, stdout, stderr ── this process ── the same descriptors ──► supervisor ── process
                                                   ◄─ one byte: the status ──
+                                                   ── the same: taken ─────►
 """
 
 import io
@@ -51,10 +52,13 @@ def _attach(order: Attach) -> int:
 
 def _follow(control: socket.socket) -> int:
     """Wait for what the supervisor says in the end; LOST if it was killed or listens to another connection now."""
+    status = b""
     try:
         status = control.recv(1)
-    except OSError:
-        status = b""
+        if status:
+            control.send(status)
+    except OSError:  # a supervisor that leaves waits for no answer
+        pass
     return status[0] if status else LOST
 
 

@@ -66,7 +66,8 @@ def supervise(order: Order, connection: "Connection") -> None:
     except (OSError, StartError) as error:
         named = f"{error.strerror}: {error.filename or order.command[0]}" if isinstance(error, OSError) else str(error)
         connection.say(f"{named}\n".encode())
-        connection.end(NOT_STARTED)
+        connection.tell(NOT_STARTED)
+        connection.end()
         return
     supervisor.run()
 
@@ -79,6 +80,7 @@ class Connection:
         self.orders, self.output, self.words = streams
         self.is_heard = True
         """Nobody has hung up at its other end."""
+        self._is_told = self._was_heard = False
         flags = fcntl.fcntl(self.output, fcntl.F_GETFL)
         fcntl.fcntl(self.output, fcntl.F_SETFL, flags | os.O_NONBLOCK)
 
@@ -87,16 +89,25 @@ class Connection:
         with contextlib.suppress(OSError):
             os.write(self.words, words)
 
-    def end(self, status: int | None) -> bool:
-        """Hang up, with a status to pass on or without; whether somebody is there to pass it on."""
-        told = False
-        with contextlib.suppress(OSError):
-            if status is not None:
-                told = self.control.send(bytes([status])) == 1
+    def tell(self, status: int) -> None:
+        """The status to pass on; the first one counts. Who has read it says so: one that is killed meanwhile has not."""
+        if not self._is_told:
+            self._is_told, self._was_heard = True, self.is_heard
+            with contextlib.suppress(OSError):
+                self.control.send(bytes([status]))
+
+    def has_taken(self) -> bool:
+        """What the process at its end said last, or by its end: whether it passes the status on, to somebody who heard us."""
+        try:
+            return bool(self.control.recv(1)) and self._was_heard
+        except OSError:
+            return False
+
+    def end(self) -> None:
+        """Hang up."""
         self.control.close()
         for stream in (self.orders, self.output, self.words):
             os.close(stream)
-        return told
 
 
 class Output:
@@ -143,7 +154,7 @@ class Supervisor:
         self._output, self._status = Output(), -1
         self._selector = selectors.PollSelector()
         self._connection: Connection | None = None
-        self._is_leaving = False
+        self._is_leaving = self._is_taken = False
         self._flush_by = self._terminated_at = 0.0
         earlier = {key: order.environment[key] for key in (processes.TOKEN, processes.NAME)}
         send_away(earlier, order.boot)
@@ -191,6 +202,7 @@ class Supervisor:
                 if self._selector.get_map().get(key.fd) is key:  # what came before it may have ended the connection
                     key.data()
             self._look_at_clock()
+        self._disconnect()
         paths.remove(self._directory)
 
     def _on_sigterm(self, *_: object) -> None:
@@ -239,14 +251,12 @@ class Supervisor:
     def _is_over(self) -> bool:
         if not self._has_ended:
             return False
-        connection, now = self._connection, time.monotonic()
-        if connection is not None:
+        now = time.monotonic()
+        if self._connection is not None:
             if (self._source >= 0 or self._output) and now < self._flush_by:
                 return False
-            is_heard = connection.is_heard
-            if self._disconnect(self._status) and is_heard:
-                return True
-        return self._is_leaving or self._status == 0 or now >= self._silent_at
+            self._connection.tell(self._status)
+        return self._is_taken or self._is_leaving or self._status == 0 or now >= self._silent_at
 
     # ---- the process ---------------------------------------------------------------------------------------
 
@@ -304,7 +314,8 @@ class Supervisor:
     def _attach(self, order: Attach, connection: Connection) -> None:
         if order.boot < self._boot:
             connection.say(f"{order.name} belongs to another controller, of boot {self._boot}\n".encode())
-            connection.end(OUTDATED)
+            connection.tell(OUTDATED)
+            connection.end()
             return
         self._boot = order.boot
         try:
@@ -328,19 +339,24 @@ class Supervisor:
         os.dup2(connection.words, STREAMS[2])  # for what we never meant to say
         connection.say(STARTED)
         self._line = b""
-        self._watch(connection.control, self._disconnect)  # nobody waits for the status any more
+        self._watch(connection.control, self._on_hung_up)
         self._watch(connection.orders, self._obey)
         self._offer()
 
-    def _disconnect(self, status: int | None = None) -> bool:
-        """Whether somebody was told the status."""
+    def _on_hung_up(self) -> None:
+        """The process that passes on the status has taken it, or has ended."""
+        assert self._connection is not None
+        self._is_taken = self._connection.has_taken()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is None:
-            return False
+            return
         for source in (connection.control, connection.orders, connection.output):
             self._forget(source)
         os.dup2(STREAMS[0], STREAMS[2])
-        return connection.end(status)
+        connection.end()
 
     def _obey(self) -> None:
         """The words of the controller. If its stdin ends it is gone, but what it started may still take output."""

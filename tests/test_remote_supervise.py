@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -329,16 +330,21 @@ def test_a_controller_that_comes_later_is_told_how_the_process_ended_meanwhile(c
     assert returncode_of(second.status()) == -signal.SIGABRT
 
 
-def test_a_status_that_nobody_passed_on_is_told_to_the_next_connection(connect) -> None:
+def test_a_status_is_told_again_unless_the_connection_says_that_it_passes_it_on(connect) -> None:
     first = connect(SLEEP)
-    child, supervisor = first.started(), first.supervisor()
-    first.process.send_signal(signal.SIGSTOP)  # as one that is killed and has not died yet: what is sent to it is not refused
-    child.send_signal(signal.SIGABRT)
-    child.wait(LIMIT_S)
-    first.process.kill()
+    child = first.started()
+    listening, orders = os.pipe()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.connect(str(socket_of({TOKEN: first.token, NAME: "rollout-0"})))
+        order = Attach(token=first.token, name="rollout-0", url="http://here:1", boot=2)
+        socket.send_fds(killed, [msgspec.json.encode(order)], [listening, nothing, nothing])
+        child.send_signal(signal.SIGABRT)
+        assert killed.recv(1) == bytes([status_of(-signal.SIGABRT)])
+    for descriptor in (listening, orders, nothing):
+        os.close(descriptor)
     second = connect(token=first.token, attach=True, boot=2)
     assert returncode_of(second.status()) == -signal.SIGABRT
-    until(lambda: is_gone(supervisor.pid))
 
 
 def test_a_connection_that_another_replaces_ends_and_its_orders_are_not_heard(connect) -> None:

@@ -230,6 +230,22 @@ async def test_a_full_disk_is_waited_for(world: World, monkeypatch: pytest.Monke
     assert world.ids() == ids
 
 
+async def test_a_table_that_cannot_be_read_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "RETRY_S", 0.01)
+    really, told = world.archive._database, world.archive._on_stalled
+
+    def on_stalled(why: str | None) -> None:
+        told(why)
+        world.archive._database = really
+
+    world.archive._database, world.archive._on_stalled = really.with_name("gone.db"), on_stalled
+    ids = world.train(1)
+    world.archive.add(1, ids)
+    await asyncio.wait_for(world.archive._writer, 30)
+    assert world.stalls == [f"{world.directory}/archive: unable to open database file", None]
+    assert world.ids() == ids
+
+
 async def test_a_run_that_ends_on_a_full_disk_says_what_it_could_not_archive_and_keeps_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,9 +157,9 @@ class Archive:
             batches = self._next_file()
             try:
                 await asyncio.to_thread(self._write, batches)
-            except OSError as error:
+            except (OSError, sqlite3.Error) as error:  # the latter, too, where a process has no file descriptor left
                 if not stalled:
-                    self._on_stalled(f"{self._directory}: {error.strerror or error}")
+                    self._on_stalled(f"{self._directory}: {getattr(error, 'strerror', None) or error}")
                 stalled = True
                 if self._closing.is_set():
                     return

@@ -178,6 +178,15 @@ async def test_the_answer_of_an_old_attempt_and_a_second_answer_are_not_written(
     assert len(world.telemetry.history) == len(world.lines()) == 1
 
 
+async def test_a_step_that_a_restored_trainer_does_again_is_written_again(world: World) -> None:
+    world.step_done(**{"reward/mean": 0.25})
+    world.core.state.steps[5].attempt, world.core.state.steps[5].done = 3, False
+    world.core.state.trainer.step, world.core.state.trainer.running = 4, 5
+    world.step_done(attempt=3, **{"reward/mean": 0.5})
+    assert [line["reward/mean"] for line in world.lines()] == [0.25, 0.5]
+    assert await world.rows("SELECT value FROM metrics WHERE name = 'reward/mean'") == [(0.5,)]
+
+
 async def test_the_file_and_the_database_hold_the_same_numbers(world: World) -> None:
     world.step_done(**{"reward/mean": 0.5})
     [line] = world.lines()

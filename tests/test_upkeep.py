@@ -34,6 +34,9 @@ class World:
                 self.seq += 1
                 self.write("INSERT INTO events VALUES (1, ?, ?, 'e', ?, 0)", (self.seq, float(self.seq), body))
                 self.write("INSERT INTO spans VALUES ('r', 'decode', ?, ?, 0.1, '')", (self.seq - 1.0, float(self.seq)))
+                self.write(
+                    "INSERT INTO moves VALUES (1, 2, 'r', 's', 'v0', 9, ?, ?)", (self.seq - 1.0, float(self.seq))
+                )
             self.write("INSERT INTO snapshots VALUES (1, ?, ?, 0)", (self.seq, b"state"))
             self.look()
 
@@ -81,12 +84,13 @@ def test_the_file_stays_as_large_as_it_was_when_it_first_reached_its_limit(world
     assert world.column("SELECT sum(length(body)) FROM events")[0] <= MIB
 
 
-def test_spans_go_with_the_events_of_their_time(world: World) -> None:
+@pytest.mark.parametrize("table", ["spans", "moves"])
+def test_spans_and_moves_go_with_the_events_of_their_time(world: World, table: str) -> None:
     world.steps(60)
     for _ in range(5):
         world.look()
-    assert world.column("SELECT min(end) FROM spans")[0] >= world.column("SELECT min(at) FROM events")[0]
-    assert len(world.column("SELECT end FROM spans")) < 20 * PER_STEP
+    assert world.column(f"SELECT min(end) FROM {table}")[0] >= world.column("SELECT min(at) FROM events")[0]
+    assert len(world.column(f"SELECT end FROM {table}")) < 20 * PER_STEP
 
 
 def test_without_a_limit_everything_stays_but_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
 from laminar.controller.operator import Operator
 from laminar.controller.plan import addresses_of
+from laminar.controller.prometheus import Prometheus
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
@@ -179,7 +180,7 @@ class Application:
             sampler=self._sampler,
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
-            alarm=lambda name, text: self._display.say(f"alarm: {name}: {text}"),
+            alarm=self._tell,
             stalled=self._watches.on_stalled,
             committed=self._archive.add,
         )
@@ -219,7 +220,7 @@ class Application:
         return (LiveDisplay if live else PlainDisplay)(self._runtime.core.state, self._telemetry, steps)
 
     def _connect(self) -> None:
-        self._runtime.perform = self._effects.perform
+        self._runtime.perform = self._perform
         self._runtime.observe = self._observe
         self._runtime.settled = self._keep
         self._channels.hurry = self._log.hurry
@@ -236,7 +237,8 @@ class Application:
         operator = Operator(
             self._runtime, self._channels, status=self._status, why_stalled=self._watches.why_stalled.report
         )
-        self._server.routes = operator.routes()
+        prometheus = Prometheus(self._run.name, self._runtime, self._telemetry, self._log)
+        self._server.routes = [*operator.routes(), *prometheus.routes()]
         self._intake.on_stacks = self._watches.why_stalled.on_stacks
 
     async def _start(self) -> None:
@@ -304,6 +306,10 @@ class Application:
             reason = f"{self._log.failure}; this one has stopped, and leaves the run and its workers to that one"
         return actions.FinishRun(cause=self._runtime.seq, reason=reason, ok=False)
 
+    def _perform(self, action: actions.AnyAction) -> None:
+        self._telemetry.on_action(action)
+        self._effects.perform(action)
+
     def _observe(self, event: events.AnyEvent) -> None:
         self._telemetry.observe(event)
         if isinstance(event, events.StepFinished):
@@ -333,6 +339,10 @@ class Application:
 
     def _alarm(self, name: str, text: str) -> None:
         self._effects.perform(actions.RaiseAlarm(cause=self._runtime.seq, name=name, text=text))
+
+    def _tell(self, name: str, text: str) -> None:
+        self._telemetry.totals.on_alarm(name)
+        self._display.say(f"alarm: {name}: {text}")
 
     def _on_signal(self, name: str) -> None:
         self._interrupts += 1

@@ -43,6 +43,9 @@ CREATE TABLE IF NOT EXISTS versions (
 CREATE TABLE IF NOT EXISTS checkpoints (step INTEGER PRIMARY KEY, path TEXT, data_state BLOB, saved_at REAL);
 CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spans (worker TEXT, kind TEXT, start REAL, end REAL, busy_s REAL, version TEXT);
+CREATE TABLE IF NOT EXISTS moves (
+    trajectory INTEGER, attempt INTEGER, source TEXT, destination TEXT, version TEXT, num_tokens INTEGER, start REAL, end REAL
+);
 CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 

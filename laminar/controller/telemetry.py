@@ -10,9 +10,11 @@ import msgspec
 
 from laminar import wire
 from laminar.controller.eventlog import EventLog
+from laminar.controller.moves import Moves
 from laminar.controller.runtime import Runtime
+from laminar.controller.totals import Totals, num_generated
 from laminar.controller.trajectoryrows import Stalenesses
-from laminar.core import events
+from laminar.core import actions, events
 from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
 from laminar.logs import Lossy
@@ -47,9 +49,13 @@ class Telemetry:
         """Metrics of the steps of this process."""
         self.relays: dict[WorkerId, wire.RelayReport] = {}
         """The last word of each."""
+        self.totals = Totals()
+        self._moves = Moves(runtime, log)
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
+        self._last = (0, 0)
+        """Step and attempt of the last row; a restored trainer does steps again."""
         self._stalled_since = 0.0
         """Run time from which on the run has been stalled; 0 = it is not."""
 
@@ -61,6 +67,7 @@ class Telemetry:
 
     def on_message(self, worker: WorkerId, message: wire.Message) -> None:
         """Take what the core does not need."""
+        self.totals.on_message(worker, message)
         if isinstance(message, wire.RolloutReport):
             self._on_report(worker, message)
         elif isinstance(message, wire.Refreshed):
@@ -87,6 +94,15 @@ class Telemetry:
                 (message.version.step, message.version.branch, message.digest, message.num_bytes, self._runtime.now()),
             )
 
+    def on_action(self, action: actions.AnyAction) -> None:
+        """Hear what the core wants done."""
+        if isinstance(action, actions.StartWorker):
+            self.totals.on_restart(action.worker)
+        elif isinstance(action, actions.AbortAttempts):
+            self._moves.on_abort(action)
+        elif isinstance(action, actions.StartGroup):
+            self._moves.on_start(action)
+
     def _on_shards_written(self, worker: WorkerId, message: wire.ShardsWritten) -> None:
         window = self._window
         window.stall_s += message.stall_s
@@ -97,8 +113,7 @@ class Telemetry:
 
     def _on_report(self, worker: WorkerId, report: wire.RolloutReport) -> None:
         window = self._window
-        num_environment = len(report.sources) - report.sources.count(0)
-        window.tokens_generated += len(report.tokens) // 4 - num_environment
+        window.tokens_generated += num_generated(report)
         window.busy_s[worker] = window.busy_s.get(worker, 0.0) + report.decode_busy_s
         window.interval_s[worker] = window.interval_s.get(worker, 0.0) + report.interval_s
         window.num_failed += len(report.failed)
@@ -122,11 +137,14 @@ class Telemetry:
     def observe(self, event: events.AnyEvent) -> None:
         """Called after the core took an event."""
         self._observe_stall(event.at)
+        if isinstance(event, events.ReplicaReported):
+            self._moves.on_report(event)
         if not isinstance(event, events.StepFinished):
             return
         step = self._runtime.core.state.steps.get(event.step)
         done = step is not None and step.done and step.attempt == event.attempt
-        if done and not (self.history and self.history[-1]["step"] == event.step):
+        if done and self._last != (event.step, event.attempt):
+            self._last = event.step, event.attempt
             self._finish_step(event)
 
     def _observe_stall(self, at: float) -> None:
@@ -142,6 +160,7 @@ class Telemetry:
         members = [
             state.trajectories[t] for group in state.steps[event.step].groups for t in state.groups[group].trajectories
         ]
+        self.totals.on_step(event.metrics)
         metrics = {**event.metrics, **self._of_batch(members), **self._of_window(event), **self._of_buffer()}
         self.history.append({"step": float(event.step), **metrics})
         row = {"step": event.step, "at": event.at, **metrics}
@@ -152,14 +171,17 @@ class Telemetry:
 
     def _of_batch(self, members: list[Trajectory]) -> dict[str, float]:
         branches = self._runtime.core.state.branches
-        stalenesses = Stalenesses(branches)
+        stalenesses, totals = Stalenesses(branches), self.totals
         rows = [stalenesses.of(t) for t in members]
         metrics = {}
-        for index, name in enumerate(("s_gen", "residence", "s_train")):
+        for index, (name, histogram) in enumerate(totals.staleness.items()):
             values = [row[index] or 0 for row in rows]
+            histogram.observe_all(values)
             metrics |= {f"off_policy/{name}/{key}": value for key, value in _mean_max(values).items()}
         finished = [t.timings.finished - t.timings.queued for t in members]
         rewarded = [t.timings.rewarded - t.timings.finished for t in members]
+        totals.trajectory_s.observe_all(finished)
+        totals.reward_s.observe_all(rewarded)
         metrics |= {f"timing/trajectory_s/{key}": value for key, value in _mean_max(finished).items()}
         metrics |= {f"timing/reward_s/{key}": value for key, value in _mean_max(rewarded).items()}
         metrics["is_truncated/mean"] = sum(t.finish_reason == "length" for t in members) / max(1, len(members))

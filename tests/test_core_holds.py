@@ -295,3 +295,25 @@ def test_passes_are_held_independently():
     driver.complete_all("r0")
     assert driver.generating("r0"), "dispatch goes on"
     assert not driver.all(actions.StartTrainStep)
+
+
+# ---- edited in place ---------------------------------------------------------------------------------------
+
+
+def test_an_edited_decision_goes_on_being_held_and_is_what_applying_carries_out():
+    driver = dispatch_held()
+    driver.join("r1")
+    driver.refreshed("r1")
+    held = the_held(driver)
+    assert driver.send(events.DecisionEdited(decision=held.id, replacement=DispatchNew(worker=R1))) == []
+    assert the_held(driver).decision == DispatchNew(worker=R1)
+    [started_on] = [action.worker for action in of(resolve(driver), actions.StartGroup)]
+    assert started_on == R1
+
+
+def test_an_edit_of_another_kind_or_of_what_is_not_held_changes_nothing():
+    driver = dispatch_held()
+    held = the_held(driver)
+    driver.send(events.DecisionEdited(decision=held.id, replacement=TakeBatch(step=1, groups=[])))
+    driver.send(events.DecisionEdited(decision=held.id + 7, replacement=DispatchNew(worker=R1)))
+    assert the_held(driver).decision == DispatchNew(worker=R0)

@@ -263,6 +263,13 @@ def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
         state.repack.planned = [] if held.pass_name == "repack" else state.repack.planned
 
 
+def _on_edited(turn: Turn, event: events.DecisionEdited) -> None:
+    held = turn.state.held.get(event.decision)
+    if held is not None and isinstance(event.replacement, _KINDS[held.pass_name]):
+        held.decision = event.replacement
+        turn.tell(f"held decision {held.id} is edited")
+
+
 def _run_pass(turn: Turn, name: str) -> bool:
     """Decide until there is nothing more to decide. True if anything was."""
     propose, apply = _PASSES[name]
@@ -365,4 +372,5 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.DrainRequested: fleet.on_drain,
     events.HoldChanged: _on_hold,
     events.DecisionResolved: _on_resolved,
+    events.DecisionEdited: _on_edited,
 }

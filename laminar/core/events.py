@@ -349,6 +349,13 @@ class DecisionResolved(Event, frozen=True, kw_only=True):
     replacement: AnyDecision | None = None
 
 
+class DecisionEdited(Event, frozen=True, kw_only=True):
+    """An operator put another decision of the same pass in the place of a held one; it goes on being held."""
+
+    decision: int
+    replacement: AnyDecision
+
+
 AnyEvent = (
     RunStarted | ControllerRestarted | ControllerPaused | TimerFired
     | StopRequested | FailureReported | StorageFailed | StorageRecovered
@@ -356,5 +363,5 @@ AnyEvent = (
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed
     | RelayJoined | VersionReady | VersionLost | VersionHeld | VersionDropped | LinkBroken | LinkSlow
-    | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved
+    | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved | DecisionEdited
 )  # fmt: skip

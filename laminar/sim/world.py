@@ -8,6 +8,7 @@ trajectory, nothing started or trained twice). Every 10,000 events and at the en
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -86,13 +87,28 @@ class World:
         """Until the run is over. Raises SimulationError if an invariant breaks, or if nothing can happen any more."""
         self.begin()
         while not self.core.state.finished:
-            if not self._heap or self.core.state.seq > events_max:
+            if self.core.state.seq > events_max:
                 raise SimulationError(f"the run does not end: event {self.core.state.seq}, at {self.now:.1f} s")
-            at, _, happen = heappop(self._heap)
-            self.now = max(self.now, at)
-            happen()
-            if self.now - self._moved_at > self.stall_s:
-                self._check_moves()
+            self.happen()
+        self.end()
+
+    def happen(self) -> None:
+        """Let the next thing happen. Raises SimulationError as `run` does."""
+        if not self._heap:
+            raise SimulationError(f"nothing can happen any more: event {self.core.state.seq}, at {self.now:.1f} s")
+        at, _, happen = heappop(self._heap)
+        self.now = max(self.now, at)
+        happen()
+        if self.now - self._moved_at > self.stall_s:
+            self._check_moves()
+
+    @property
+    def next_at(self) -> float:
+        """When the next thing happens; infinite if nothing will."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def end(self) -> None:
+        """The run is over: bring everything up to date, and check it once more."""
         self.rollouts.catch_up()
         self._checked(invariants.check, self.core.state)
 
@@ -101,7 +117,7 @@ class World:
         state = self.core.state
         books, trainer = state.ledger, state.trainer
         moved = (books.tokens.total, books.trajectories.total, trainer.step, trainer.branch, trainer.checkpoint)
-        if moved != self._moved:
+        if moved != self._moved or state.held:  # an operator may take any time
             self._moved, self._moved_at = moved, self.now
             return
         raise SimulationError(

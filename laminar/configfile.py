@@ -171,7 +171,13 @@ def _is_plain(value: Any) -> bool:
 
 def _expected(annotation: Any) -> str:
     """A type in words."""
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "a value"}
+    names: dict[Any, str] = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        Any: "a value",
+    }
     names |= {list[str]: "a list of texts", str | list[str]: "text or a list of texts"}
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:

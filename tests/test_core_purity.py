@@ -71,6 +71,17 @@ def test_the_core_knows_nothing_of_its_drivers():
         assert not [name for name in imported(path) if is_of(name, "laminar.controller") or is_of(name, "laminar.sim")]
 
 
+def test_commands_of_the_console_import_the_core_and_nothing_that_draws_or_drives():
+    """The controller answers lines with them."""
+    rooms = ("answers", "help", "language", "place", "subjects", "view")
+    paths = [*sources("console/commands"), *(PACKAGE / "console" / f"{room}.py" for room in rooms)]
+    for path in paths:
+        for name in (name for name in imported(path) if is_of(name, "laminar")):
+            draws = is_of(name, "laminar.console.terminal") or is_of(name, "laminar.console.targets")
+            own = is_of(name, "laminar.console") and not draws
+            assert own or any(is_of(name, package) for package in CORE_MAY_IMPORT), f"{path} imports {name}"
+
+
 def test_the_controller_names_no_array_library():
     assert sources("controller")
     for path in sources("controller"):

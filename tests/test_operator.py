@@ -1,6 +1,8 @@
 """What people may look at and ask for, over real HTTP."""
 
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, web
@@ -29,6 +31,9 @@ class World(Driver):
             self.channels.greet(
                 wire.Hello(protocol=wire.PROTOCOL, worker=WorkerId(worker), role="rollout", incarnation=1)
             )
+
+    def now(self) -> float:
+        return self.at
 
     def post(self, event: events.AnyEvent) -> int:
         self.send(event)
@@ -75,3 +80,48 @@ async def test_a_replica_is_drained_by_its_name_unless_it_is_the_last(
     status, body = await _answer(await client.post("/v1/drain/rollout-4"))
     assert status == 404
     assert "there are: rollout-0, rollout-1" in str(body)
+
+
+async def test_a_line_of_the_console_is_answered_by_the_core_of_now(
+    client: TestClient[web.Request, web.Application], world: World
+) -> None:
+    status, reply = await _reply(client, b'{"line": "fleet"}')
+    assert status == 200
+    rows = [row[0] for row in reply["answer"]["tables"][0]["rows"]]
+    assert rows == list(world.core.state.replicas)
+    assert reply["place"]["target"] == "live"
+    assert reply["names"]["replica"] == list(REPLICAS)
+
+
+async def test_what_a_line_changes_is_an_event_and_the_next_look_sees_it(
+    client: TestClient[web.Request, web.Application], world: World
+) -> None:
+    _, reply = await _reply(client, b'{"line": "pause repack"}')
+    assert reply["answer"]["facts"] == {"event": str(world.core.state.seq)}
+    assert list(world.core.state.holds) == ["repack"]
+    look = await (await client.get("/v1/console")).json()
+    assert look["place"]["paused"] == ["repack"]
+
+
+@pytest.mark.parametrize("body", [b"", b"fleet", b'{"line": 3}', b"\xff"])
+async def test_a_body_that_is_no_line_is_refused_with_what_to_write(
+    client: TestClient[web.Request, web.Application], body: bytes
+) -> None:
+    status, reply = await _reply(client, body)
+    assert status == 400
+    assert 'write {"line": "status"}' in reply["error"]
+
+
+async def test_a_line_that_is_no_command_is_answered_not_raised(
+    client: TestClient[web.Request, web.Application], world: World
+) -> None:
+    seq = world.core.state.seq
+    for line, error in (("fleeet", "did you mean fleet?"), ("x" * 5000, "at most 4096"), ("step", "pause dispatch")):
+        _, reply = await _reply(client, json.dumps({"line": line}).encode())
+        assert error in reply["answer"]["error"]
+    assert world.core.state.seq == seq
+
+
+async def _reply(client: TestClient[web.Request, web.Application], body: bytes) -> tuple[int, dict[str, Any]]:
+    response = await client.post("/v1/console", data=body)
+    return response.status, await response.json()

@@ -1,14 +1,24 @@
 """The HTTP routes for people: what they may look at and ask for while a run goes on."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from laminar.console.language import Function
+from laminar.console.place import Reply
 from laminar.controller.channels import Channels
+from laminar.controller.console import Console
 from laminar.controller.runtime import Runtime
 from laminar.core import events, fleet
 from laminar.ids import WorkerId
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What is asked of `/v1/console`."""
+
+    line: str
 
 
 class Operator:
@@ -21,8 +31,11 @@ class Operator:
         *,
         status: Callable[[], dict[str, Any]],
         why_stalled: Callable[[], Awaitable[dict[str, Any]]],
+        commands: Mapping[str, Function] | None = None,
     ) -> None:
+        """`commands`: of the console, by name, that need more than the core."""
         self._runtime, self._channels = runtime, channels
+        self._console = Console(runtime, commands or {})
         self._status_of, self._why_stalled_of = status, why_stalled
 
     def routes(self) -> list[web.RouteDef]:
@@ -31,6 +44,8 @@ class Operator:
             web.get("/v1/status", self._status),
             web.get("/v1/why-stalled", self._why_stalled),
             web.post("/v1/drain/{worker}", self._drain),
+            web.get("/v1/console", self._look),
+            web.post("/v1/console", self._line),
         ]
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -38,6 +53,17 @@ class Operator:
 
     async def _why_stalled(self, request: web.Request) -> web.Response:
         return web.json_response(await self._why_stalled_of())
+
+    async def _look(self, request: web.Request) -> web.Response:
+        return _json(self._console.look())
+
+    async def _line(self, request: web.Request) -> web.Response:
+        """`{"line": "fleet"}`: a command of the console."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=Line)
+        except msgspec.DecodeError as error:
+            return web.json_response({"error": f'{error}: write {{"line": "status"}}'}, status=400)
+        return _json(self._console.answer(asked.line))
 
     async def _drain(self, request: web.Request) -> web.Response:
         """This replica finishes what it has and leaves."""
@@ -50,3 +76,7 @@ class Operator:
         if refusal:
             return web.json_response({"error": refusal}, status=409)
         return web.json_response({"draining": worker})
+
+
+def _json(reply: Reply) -> web.Response:
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")

@@ -1,55 +1,23 @@
 """The report of `laminar.controller.whystalled` as text, and `--why-stalled`, which gets it from a running controller."""
 
-import http.client
 import io
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laminar.controller import loopwatch
+from laminar.controller import asking
 from laminar.controller.rundir import RunDirectory
-from laminar.errors import ConfigError
 
-TIMEOUT_S = 15.0  # the controller gives its workers two seconds
 WIDTH = 160  # of a report in a file
 
 
 def ask(run: RunDirectory) -> dict[str, Any]:
     """The report of the controller of this run. Raises ConfigError when none answers."""
-    try:
-        url, token = run.url.read_text().strip(), run.token.read_text().strip()
-    except OSError:
-        raise ConfigError(f"no controller runs in {run.path}: the run is over, or has not begun") from None
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/why-stalled", headers={"Authorization": f"Bearer {token}"})
-        answer = connection.getresponse()
-        body = answer.read()
-    except OSError as error:
-        raise ConfigError(_no_answer(run, url, error)) from error
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise ConfigError(
-            f"the controller at {url} refused (HTTP {answer.status}): {body[:300].decode(errors='replace')}"
-        )
-    return json.loads(body)  # type: ignore[no-any-return]
-
-
-def _no_answer(run: RunDirectory, url: str, error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        blocked = run.logs / loopwatch.FILE
-        return (
-            f"the controller at {url} does not answer within {TIMEOUT_S:g} s: its process is stopped, or its event loop is "
-            f"blocked, and then {blocked} says in what"
-        )
-    return f"no controller answers at {url} ({error}): if it died, go on with --resume {run.path}"
+    return json.loads(asking.ask(asking.Address.of_run(run), "GET", "/v1/why-stalled"))  # type: ignore[no-any-return]
 
 
 def text(report: dict[str, Any]) -> str:

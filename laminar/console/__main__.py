@@ -1,0 +1,121 @@
+"""`python -m laminar.console`: attach to a live run, simulate a cluster, or open a recorded run; one language for all three."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from laminar.console.language import commands_of
+from laminar.console.targets.base import Target
+from laminar.errors import LaminarError
+
+EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EPILOG = """examples:
+  python -m laminar.console                                   (the latest run under runs/)
+  python -m laminar.console runs/my-run -c "status; fleet"
+  python -m laminar.console --sim small                       (a virtual cluster; then: run until step 1)
+  python -m laminar.console --sim small --faults engine_crash=2 --seed 7
+  python -m laminar.console --log runs/my-run -c "goto step 3; why r0"
+  python -m laminar.console -c fleet --json | jq '.tables[0].rows[].kv_share'
+
+With -c, or commands on standard input, it ends at the first command that is refused, with exit code 1; 2 means that the arguments
+are wrong. docs/console.md has a session of each kind.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage of all options."""
+        self.exit(EXIT_USAGE, f"error: {message}; --help has examples\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0 = every command did what it says, 1 = one was refused, 2 = the arguments are wrong."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        options, rest = _parse(given)
+        target = _target(options, rest)
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    try:
+        return _sit(target, options)
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # … | head
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+        return EXIT_OK
+    finally:
+        target.close()
+
+
+def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and those of `python -m laminar.sim`."""
+    parser = _Parser(
+        prog="python -m laminar.console",
+        description="Look into a run, ask why, step through its decisions, change it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    simulates = any(word == "--sim" or word.startswith("--sim=") for word in given)
+    if not simulates:
+        parser.add_argument("run", nargs="?", metavar="RUN_DIR", type=Path, help="of a live run; default: the latest")
+    parser.add_argument("--controller", metavar="URL", help="of a live run; its token is read from LAMINAR_TOKEN")
+    parser.add_argument(
+        "--sim", nargs="?", const="small", metavar="PRESET", help="simulate; further options are those of laminar.sim"
+    )
+    parser.add_argument("--log", metavar="RUN", type=Path, help="a recorded run: its directory or its run.db")
+    parser.add_argument("-c", dest="commands", metavar="COMMANDS", help="carry these out and end; `;` separates them")
+    parser.add_argument("--json", action="store_true", help="one JSON object per command")
+    options, rest = parser.parse_known_args(given) if simulates else (parser.parse_args(given), [])
+    options.run = None if simulates else options.run
+    options.commands = None if options.commands is None else commands_of(options.commands)
+    named = [name for name in ("run", "controller", "sim", "log") if getattr(options, name) is not None]
+    if len(named) > 1:
+        parser.error(f"{' and '.join(named)} name different runs: choose one")
+    return options, rest
+
+
+def _target(options: argparse.Namespace, rest: list[str]) -> Target:
+    """Raises ConfigError for one that is not there."""
+    if options.sim is not None:
+        from laminar.console.targets import sim
+
+        return sim.opened(options.sim, rest)
+    from laminar.console.targets import live
+
+    return live.opened(options.run, options.controller)
+
+
+def _sit(target: Target, options: argparse.Namespace) -> int:
+    from laminar.console.terminal import render
+    from laminar.console.terminal.session import Session
+
+    session = Session(target, render.console(), as_json=options.json)
+    if options.commands is not None:
+        return EXIT_OK if session.run(options.commands) else EXIT_REFUSED
+    if not sys.stdin.isatty():
+        return EXIT_OK if session.run(_lines(sys.stdin)) else EXIT_REFUSED
+    from laminar.console.terminal import prompt
+
+    session.take("status")
+    prompt.talk(session)
+    return EXIT_OK
+
+
+def _lines(file: Iterable[str]) -> Iterable[str]:
+    """Commands of a script, `;` or a new line between them."""
+    for line in file:
+        yield from commands_of(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

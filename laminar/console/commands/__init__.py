@@ -1,0 +1,14 @@
+"""The commands of the language: functions `(view, words) -> Answer | Change`, pure, over the core's state, story and reasons."""
+
+from laminar.console.commands import console, fleet, groups, held, run, steps, stories
+from laminar.console.language import Command
+
+COMMANDS: tuple[Command, ...] = (
+    *run.COMMANDS,
+    *fleet.COMMANDS,
+    *groups.COMMANDS,
+    *stories.COMMANDS,
+    *held.COMMANDS,
+    *steps.COMMANDS,
+    *console.COMMANDS,
+)

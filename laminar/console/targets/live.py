@@ -1,0 +1,53 @@
+"""A live run, by its controller (`/v1/console`): lines go there, answers come back."""
+
+from pathlib import Path
+
+import msgspec
+
+from laminar.console.place import Reply
+from laminar.console.view import Target
+from laminar.controller import asking, rundir
+from laminar.controller.asking import Address
+from laminar.errors import ConfigError
+
+RUNS = Path("runs")
+
+
+class Live:
+    """The target."""
+
+    kind: Target = "live"
+
+    def __init__(self, address: Address) -> None:
+        """Raises ConfigError if nobody answers there."""
+        self._address = address
+        self.title = address.run.name if address.run else address.url.partition("://")[2]
+        self.look()
+
+    def ask(self, line: str) -> Reply:
+        """Raises ConfigError if nobody answers."""
+        return self._reply("POST", msgspec.json.encode({"line": line}))
+
+    def look(self) -> Reply:
+        """Only where the run is."""
+        return self._reply("GET")
+
+    def _reply(self, method: str, body: bytes | None = None) -> Reply:
+        found = asking.ask(self._address, method, "/v1/console", body)
+        try:
+            return msgspec.json.decode(found, type=Reply)
+        except msgspec.DecodeError as error:
+            text = f"the controller at {self._address.url} answers otherwise than this console expects ({error}): "
+            raise ConfigError(
+                text + "use the console of the version of Laminar that the run was started with"
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def opened(run: Path | None, url: str | None) -> Live:
+    """The run in a directory (default: the latest), or at a URL. Raises ConfigError if none is live there."""
+    if url is not None:
+        return Live(Address.of_url(url))
+    return Live(Address.of_run(rundir.reopen(run or rundir.latest(RUNS))))

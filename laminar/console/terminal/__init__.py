@@ -1,0 +1,1 @@
+"""The console on a terminal: rich tables, line editing. Nothing else imports it."""

@@ -1,0 +1,40 @@
+"""The console's lines, answered on the live core: the same functions as in a simulation or on a log (`laminar.console`).
+
+Invariants: a line is looked at and answered in one go, between two events, and its answer is bounded; what it changes is events in
+the log like all others.
+"""
+
+from collections.abc import Mapping
+
+from laminar.console.answers import Answer
+from laminar.console.commands import COMMANDS
+from laminar.console.language import Function, Language
+from laminar.console.place import Reply, reply
+from laminar.console.view import View
+from laminar.controller.runtime import Runtime
+
+LINE_CHARACTERS_MAX = 4096  # more than anybody types, and no work to refuse
+
+
+class Console:
+    """Answers lines about a run. `functions`: of the commands that need more than the core."""
+
+    def __init__(self, runtime: Runtime, functions: Mapping[str, Function]) -> None:
+        self._runtime = runtime
+        self._language = Language(COMMANDS, functions)
+        self._began = runtime.now()
+
+    def answer(self, line: str) -> Reply:
+        """What the core says, or did, and where the run is then."""
+        if len(line) > LINE_CHARACTERS_MAX:
+            answer = Answer(error=f"a line of {len(line)} characters: at most {LINE_CHARACTERS_MAX} are taken")
+        else:
+            answer = self._language.answer(self._view(), line, self._runtime.post)
+        return reply(self._view(), answer)
+
+    def look(self) -> Reply:
+        """Only where the run is."""
+        return reply(self._view(), Answer())
+
+    def _view(self) -> View:
+        return View(self._runtime.core, target="live", now=self._runtime.now(), began=self._began)

@@ -1,0 +1,253 @@
+"""What the console's commands say of a core, and which events its changes are."""
+
+from typing import Any
+
+from core_world import Driver, settings
+
+from laminar.console.answers import Answer, records
+from laminar.console.commands import COMMANDS
+from laminar.console.language import Language
+from laminar.console.view import View
+from laminar.core import actions, events, ledger
+from laminar.core.decisions import Repack
+from laminar.ids import WorkerId, format_id
+
+LANGUAGE = Language(COMMANDS)
+
+
+class Desk(Driver):
+    """A core with a fleet, and the console in front of it."""
+
+    def __init__(self, replicas: int = 2, **changes: Any) -> None:
+        super().__init__(settings(**changes))
+        self.at = 10.0
+        self.start(*(f"rollout-{index}" for index in range(replicas)))
+
+    def ask(self, line: str) -> Answer:
+        def post(event: events.AnyEvent) -> int:
+            self.send(event)
+            return self.seq
+
+        view = View(self.core, target="live", now=self.at, began=10.0)
+        return LANGUAGE.answer(view, line, post)
+
+    def rows(self, line: str) -> list[dict[str, Any]]:
+        answer = self.ask(line)
+        assert not answer.error, answer.error
+        return records(answer.tables[0])
+
+    def error(self, line: str) -> str:
+        error = self.ask(line).error
+        assert error, line
+        return error
+
+
+# ---- look --------------------------------------------------------------------------------------------------
+
+
+def test_the_fleet_has_a_row_for_each_replica_and_words_choose():
+    desk = Desk(3)
+    assert [row["replica"] for row in desk.rows("fleet")] == ["rollout-0", "rollout-1", "rollout-2"]
+    assert [row["replica"] for row in desk.rows("fleet rollout-1")] == ["rollout-1"]
+    assert "no replica has 'dead'" in desk.ask("fleet dead").lines[0]
+
+
+def test_a_lost_replica_stays_in_the_fleet_with_the_reason():
+    desk = Desk(2, restarts_max=1)
+    desk.lost("rollout-1")
+    row = desk.rows("fleet dead")[0]
+    assert row["replica"] == "rollout-1"
+    assert row["note"].startswith("killed")
+
+
+def test_a_replica_shows_what_it_is_at_and_what_happened_to_it():
+    desk = Desk(2)
+    answer = desk.ask("replica r1")
+    at, story = answer.tables
+    assert [row["group"] for row in records(at)] == ["g1.3", "g1.4"]
+    assert records(story)[0]["what"] == "joined"
+    assert answer.facts["version"] == "v0"
+
+
+def test_groups_are_those_in_flight_or_those_that_words_are_true_of():
+    desk = Desk(2)
+    desk.complete_all("rollout-0")
+    assert {row["state"] for row in desk.rows("groups")} == {"in_flight"}
+    assert len(desk.rows("groups")) == len([g for g in desk.core.state.groups.values() if g.state == "in_flight"])
+    assert {row["replica"] for row in desk.rows("groups r1")} == {"rollout-1"}
+    assert {row["step"] for row in desk.rows("groups leased")} == {1}
+    assert "no group is v7" in desk.ask("groups v7").lines[0]
+
+
+def test_the_buffer_shows_complete_groups_in_the_order_of_completion():
+    desk = Desk(2, batch_groups=3, buffer_groups_max=6)
+    desk.complete_all("rollout-0", reward=0.5)
+    rows = desk.rows("buffer")
+    assert [row["group"] for row in rows] == ["g1.1", "g1.2"]
+    assert [row["reward_mean"] for row in rows] == [0.5, 0.5]
+    assert desk.ask("buffer").facts["complete_groups"] == "2, a batch takes 3"
+
+
+def test_the_ledger_of_the_console_is_that_of_the_core():
+    desk = Desk(2)
+    desk.complete_all("rollout-0")
+    account = desk.core.state.ledger.trajectories
+    shown = {row["place"]: row["trajectories"] for row in desk.rows("ledger")}
+    assert shown["all"] == account.total == sum(value for place, value in shown.items() if place != "all")
+    assert ledger.is_closed(account)
+
+
+def test_the_story_of_a_trajectory_has_that_of_its_group_but_not_that_of_its_siblings():
+    desk = Desk(1, num_retries=3)
+    one, other = desk.generating("rollout-0")[:2]
+    desk.report("rollout-0", fail={one: ("infra", "engine_error")})
+    assert [row["what"] for row in desk.rows(f"story t{format_id(other)}")] == ["2 siblings started under v0"]
+    told = [row["what"] for row in desk.rows(f"story t{format_id(one)}")]
+    assert "queued again after engine_error" in told
+
+
+def test_a_story_says_which_event_each_row_is_because_of():
+    desk = Desk(1)
+    row = next(row for row in desk.rows("story v0") if row["what"].startswith("published"))
+    assert row["because_of"] == "VersionReady"
+    assert row["event"] == 4
+
+
+def test_a_story_of_what_is_gone_is_still_told():
+    desk = Desk(1)
+    desk.complete_all("rollout-0")
+    desk.step_done()
+    desk.send(events.StopRequested(reason="enough"))
+    desk.saved()
+    assert "there is no group g1 now" in desk.error("group g1")
+    assert desk.rows("story g1")[-1]["what"].startswith("complete")
+
+
+def test_the_status_says_who_waits_for_what():
+    desk = Desk(1)
+    assert desk.ask("status").facts["trainer"] == "waits for complete groups: 0 of 2 are buffered"
+    desk.complete_all("rollout-0")
+    assert "work on step 1" in str(desk.ask("status").facts["trainer"])
+
+
+def test_names_that_are_not_there_are_answered_by_those_that_are():
+    desk = Desk(2)
+    assert desk.error("replica r7") == "there is no replica 'r7'; there are: rollout-0, rollout-1"
+    assert "did you mean rollout-1?" in desk.error("replica rolout-1")
+    assert "there are: g1.1, g1.2, g1.3, g1.4" in desk.error("group g9")
+    assert "write, for example, g1.4" in desk.error("group 7")
+    assert "there is no subject 'v'" in desk.error("story v")
+
+
+# ---- step through decisions --------------------------------------------------------------------------------
+
+
+def held_repack(replicas: int = 3) -> Desk:
+    """The second check finds all replicas past their peak, and what it decides is held."""
+    desk = Desk(replicas, repack_interval_s=1.0, local_batch_groups=2, buffer_groups_max=12)
+    assert not desk.ask("pause repack").error
+    for kv in (900, 100):
+        for index in range(replicas):
+            name = f"rollout-{index}"
+            desk.report(name, kv_tokens=kv + 50 * index, running=len(desk.generating(name)))
+        desk.send(events.TimerFired(), after=1.0)
+    assert desk.core.state.held
+    return desk
+
+
+def the_held(desk: Desk) -> Repack:
+    (held,) = desk.core.state.held.values()
+    assert isinstance(held.decision, Repack)
+    return held.decision
+
+
+def test_a_pause_is_an_event_and_holds_the_next_decision():
+    desk = held_repack()
+    assert not desk.all(actions.AbortAttempts)
+    (row,) = desk.rows("held")
+    assert row["pass"] == "repack"
+    assert row["what"].startswith("move ")
+
+
+def test_a_held_repack_shows_each_transfer_with_the_reason_of_the_planner():
+    desk = held_repack()
+    number = next(iter(desk.core.state.held))
+    shown = desk.rows(f"held {number}")
+    assert [row["reason"] for row in shown] == [transfer.reason for transfer in the_held(desk).transfers]
+    assert all(row["reason"].startswith("left fullest") for row in shown)
+
+
+def test_what_is_approved_is_carried_out_and_the_answer_is_the_story_of_that_event():
+    desk = held_repack()
+    moved = [t for transfer in the_held(desk).transfers for t in transfer.trajectories]
+    answer = desk.ask("approve")
+    assert answer.facts == {"event": str(desk.seq)}
+    assert any("trajectories move from" in line for line in answer.lines)
+    assert [t for action in desk.all(actions.AbortAttempts) for t in action.trajectories] == moved
+
+
+def test_what_is_skipped_is_not_carried_out():
+    desk = held_repack()
+    assert not desk.ask("skip all").error
+    assert not desk.core.state.held
+    assert not desk.all(actions.AbortAttempts)
+
+
+def test_an_edited_repack_goes_where_the_operator_says():
+    desk = held_repack()
+    transfer = the_held(desk).transfers[0]
+    other = next(r for r in desk.core.state.replicas if r not in (transfer.source, transfer.destination))
+    number = next(iter(desk.core.state.held))
+    assert not desk.ask(f"edit {number} send {transfer.source} {other}").error
+    assert the_held(desk).transfers[0].destination == other
+    assert not desk.all(actions.AbortAttempts), "it goes on being held"
+    desk.ask(f"approve {number}")
+    moving = {desk.core.state.trajectories[t].moving_to for t in transfer.trajectories}
+    assert moving == {other}
+
+
+def test_an_edit_that_cannot_be_is_refused_with_the_reason():
+    desk = held_repack(replicas=2)
+    number, source = next(iter(desk.core.state.held)), the_held(desk).transfers[0].source
+    destination = the_held(desk).transfers[0].destination
+    before = desk.seq
+    assert "nothing would be left to move" in desk.error(f"edit {number} drop {source}")
+    assert f"nothing moves from {destination}" in desk.error(f"edit {number} drop {destination}")
+    assert "it is the source" in desk.error(f"edit {number} send {source} {source}")
+    assert "it can be edited by: drop, send" in desk.error(f"edit {number} swap g1 g2")
+    assert f"no decision 99 is held; there are: {number} (repack)" in desk.error("edit 99 drop r1")
+    assert desk.seq == before
+
+
+def test_a_batch_is_edited_by_swapping_complete_groups():
+    desk = Desk(2, buffer_groups_max=8)
+    desk.ask("pause sample")
+    desk.fill("rollout-0", "rollout-1")
+    (held,) = desk.core.state.held.values()
+    assert "is in the batch already" in desk.error(f"edit {held.id} swap g1 g2")
+    assert not desk.ask(f"edit {held.id} swap g1 g4").error
+    desk.ask("approve")
+    step = desk.core.state.steps[1]
+    assert [group & 0xFF for group in step.groups] == [4, 2]
+
+
+def test_a_dispatch_is_edited_to_go_to_another_replica():
+    desk = Desk(1)
+    desk.ask("pause dispatch")
+    desk.join("rollout-1")
+    desk.refreshed("rollout-1")
+    desk.join("rollout-2")
+    desk.refreshed("rollout-2")
+    (held,) = desk.core.state.held.values()
+    other = {"rollout-1": "rollout-2", "rollout-2": "rollout-1"}[held.decision.worker]
+    desk.ask(f"edit {held.id} on {other}")
+    desk.ask(f"approve {held.id}")
+    assert desk.core.state.replicas[WorkerId(other)].attempts
+
+
+def test_resume_lets_go_what_was_paused_and_nothing_else():
+    desk = held_repack()
+    assert "dispatch is not paused; paused are: repack" in desk.error("resume dispatch")
+    assert not desk.ask("resume").error
+    assert not desk.core.state.holds
+    assert "nothing is paused" in desk.error("resume")

@@ -12,6 +12,8 @@ from laminar.core.records import Group, Replica, State
 from laminar.core.turn import Turn
 from laminar.ids import TrajectoryId
 
+TOO_OLD = "a group of its version could not be trained within max_staleness"
+
 
 def propose(turn: Turn) -> DispatchNew | DispatchQueued | None:
     """Queued siblings first, then a new group for the least loaded replica that may admit one."""
@@ -21,15 +23,25 @@ def propose(turn: Turn) -> DispatchNew | DispatchQueued | None:
     if queued is not None:
         turn.begin_pass()  # started again elsewhere, it leaves room behind
         return queued
-    if turn.state.storage_failure:
+    if why_none_begins(turn):
         return None
-    replica = turn.next_candidate(lambda replica: _may_admit(turn, replica), lambda replica: len(replica.attempts))
+    replica = turn.next_candidate(
+        lambda replica: not why_no_new_group(turn, replica), lambda replica: len(replica.attempts)
+    )
     return DispatchNew(worker=replica.id) if replica else None
 
 
 def gate_is_open(turn: Turn) -> bool:
     """Whether a new group is wanted: neither a limit of the buffer nor the end of the run holds it back."""
     return not held_back_by(turn)
+
+
+def why_none_begins(turn: Turn) -> str:
+    """Why no replica is given a new group, whatever it is like; empty = it is a question of each replica."""
+    state = turn.state
+    if state.stopping:
+        return f"the run is stopping: {state.stopping}"
+    return f"nothing can be written: {state.storage_failure}" if state.storage_failure else ""
 
 
 def wants_room(turn: Turn) -> bool:
@@ -49,37 +61,46 @@ def held_back_by(turn: Turn) -> str:
     return "buffer_groups_max" if outstanding >= settings.buffer_groups_max else ""
 
 
-def _may_admit(turn: Turn, replica: Replica) -> bool:
+def why_no_new_group(turn: Turn, replica: Replica) -> str:
+    """Why no new group begins on the replica now; empty = one may."""
     size = turn.settings.group_size
     if replica.num_generating + size > max(replica.num_requests_max, size):
-        return False  # the commonest reason comes first: this is asked of every dirty replica for every new group
-    if not health.takes_work(turn.state, replica) or replica.draining:
-        return False
+        return "it has no room for a whole group"  # the commonest comes first: every dirty replica is asked for every group
+    if reason := health.why_no_work(turn.state, replica):
+        return reason
+    if replica.draining:
+        return "an operator takes it out"
     if replica.num_generating == 0 and versions.is_awaited(turn.state, relays.source(turn.state, replica.host)):
-        return False
+        return "it awaits the weights that are being published"
     if replica.id in turn.state.failovers:
-        return False
+        return "it serves an old version"
     assert replica.version is not None
-    if replica.leaving or not refresh.may_admit(turn, replica):
-        return False
-    return gate_is_open(turn) and bounds.admits(turn, replica.version)
+    if replica.leaving:
+        return "it is being emptied by a repack"
+    if reason := refresh.why_not_admitting(turn, replica):
+        return reason
+    if limit := held_back_by(turn):
+        return f"{limit} holds new groups back"
+    return "" if bounds.admits(turn, replica.version) else TOO_OLD
 
 
 def _propose_queued(turn: Turn) -> DispatchQueued | None:
     for group in turn.state.requeue:
-        decision = _for_siblings(turn, turn.state.groups[group])
-        if decision is not None:
+        decision = for_siblings(turn, turn.state.groups[group])
+        if not isinstance(decision, str):
             return decision
     return None
 
 
-def _for_siblings(turn: Turn, group: Group) -> DispatchQueued | None:
-    """Where the queued siblings of a group go now; None while they have to wait."""
+def for_siblings(turn: Turn, group: Group) -> DispatchQueued | str:
+    """Where the queued siblings of a group go now, or why they have to wait."""
     state, queued = turn.state, groups.queued(turn.state, group)
     expected = _expected(turn, group, queued)
     able = [replica for replica in state.replicas.values() if health.takes_work(state, replica)]
-    if expected is not None or not able:
+    if expected is not None:
         return expected
+    if not able:
+        return "no replica takes work"
     holders = [replica for replica in able if replica.version == group.version]
     if holders:
         return _queued_to(holders, group, queued)
@@ -87,9 +108,13 @@ def _for_siblings(turn: Turn, group: Group) -> DispatchQueued | None:
     scoring = [t for t in queued if state.trajectories[t].finish_reason]
     if scoring and not (is_gone and len(scoring) < len(queued)):
         return _queued_to(able, group, scoring)
+    if not is_gone:
+        return f"no replica that takes work holds {group.version}, but one may get it, or is coming back with it"
     admitting = [replica for replica in able if not (replica.draining or replica.id in state.failovers)]
     admitting = [replica for replica in admitting if replica.id not in state.draining_to_refresh] or admitting
-    return _queued_to(admitting, group, queued, restart=True) if admitting and is_gone else None
+    if not admitting:
+        return f"{group.version} is gone, and no replica may begin them again: all leave, or serve an old version"
+    return _queued_to(admitting, group, queued, restart=True)
 
 
 def _queued_to(able: list[Replica], group: Group, chosen: list[TrajectoryId], restart: bool = False) -> DispatchQueued:
@@ -114,7 +139,7 @@ def apply(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
     if replica is None or turn.state.stopping or not health.takes_work(turn.state, replica):
         return
     if isinstance(decision, DispatchNew):
-        if turn.state.storage_failure or not _may_admit(turn, replica):
+        if why_none_begins(turn) or why_no_new_group(turn, replica):
             return
         refresh.admit(turn, replica)
         group = groups.open_group(turn)

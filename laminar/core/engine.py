@@ -28,6 +28,7 @@ from laminar.core import (
     storage,
     story,
     stragglers,
+    timers,
     training,
     versions,
 )
@@ -87,22 +88,11 @@ class Core:
 
     def next_deadline(self) -> float | None:
         """Run time at which `TimerFired` is due, seconds; None = no timer."""
-        state = self.state
-        if state.finished:
-            return None
-        moments = [state.repack.next_at, state.health_check_at, state.stragglers_at, state.stall.check_at]
-        moments.append(training.deadline(state, self.settings.step_timeout_s))
-        moments.append(evaluation.deadline(state, self.settings.evaluation_timeout_s))
-        if state.versions:
-            newest = state.versions[-1]
-            moments += (newest.deadline, newest.awaited_until)
-        if state.restarts:
-            moments += [moment for record in state.restarts.values() for moment in (record.due_at, record.start_by)]
-        moments += state.pulls.values()
-        moments += state.silent.values()
-        if state.stop_by > state.at:
-            moments.append(state.stop_by)
-        return min(filter(None, moments), default=None)
+        return timers.next_at(self.state, self.settings)
+
+    def look(self) -> Turn:
+        """A turn in which nothing happens, for what only reads: `laminar.core.waits`, `laminar.core.explain` …"""
+        return Turn(self.state, self.settings, self.story)
 
     def snapshot(self) -> bytes:
         """The whole state."""

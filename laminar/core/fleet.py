@@ -219,13 +219,37 @@ def _newer(turn: Turn, replica: Replica) -> RefreshReplica | None:
 
 def is_drained(turn: Turn, replica: Replica) -> bool:
     """Whether nothing generates on it, is on its way to it, or is queued for the version that it holds."""
-    if replica.state == ReplicaState.SYNCING or replica.num_generating or replica.id in turn.state.silent:
-        return False
-    if replica.incoming or replica.suspect:
-        return False
+    return not why_occupied(turn, replica)
+
+
+def why_occupied(turn: Turn, replica: Replica) -> str:
+    """What keeps its version on the replica, so that it may not pull another; empty = nothing."""
+    if replica.num_generating:
+        return "trajectories generate on it"
+    if replica.state == ReplicaState.SYNCING:
+        return "a pull is under way"
+    if replica.id in turn.state.silent:
+        return "its channel is broken"
+    if replica.incoming:
+        return "trajectories are on their way to it"
+    if replica.suspect:
+        return "it is suspect"
     if any(e.worker == replica.id and not e.done for e in turn.state.evaluations):
-        return False
-    return not (health.takes_work(turn.state, replica) and groups.queued_for(turn, replica))
+        return "it evaluates"
+    if health.takes_work(turn.state, replica) and groups.queued_for(turn, replica):
+        return "siblings of its version are queued"
+    return ""
+
+
+def why_no_pull(turn: Turn, replica: Replica) -> str:
+    """Why the replica pulls nothing now; empty = the refresh pass lets it."""
+    if turn.state.stopping:
+        return f"the run is stopping: {turn.state.stopping}"
+    if replica.draining:
+        return "an operator takes it out"
+    if reason := why_occupied(turn, replica):
+        return reason
+    return "" if _pull(turn, replica) else "there is nothing newer for it at its relay"
 
 
 def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:

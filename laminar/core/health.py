@@ -54,12 +54,28 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_healthy(state: State, replica: Replica) -> bool:
     """Whether nothing speaks against it."""
-    return not (replica.suspect or replica.quarantined or replica.id in state.silent)
+    return not why_unhealthy(state, replica)
+
+
+def why_unhealthy(state: State, replica: Replica) -> str:
+    """What speaks against it; empty = nothing."""
+    if replica.id in state.silent:
+        return "its channel is broken"
+    if replica.suspect:
+        return "it is suspect: it owes tokens and gives none"
+    return "it is quarantined until it has pulled the newest version" if replica.quarantined else ""
 
 
 def takes_work(state: State, replica: Replica) -> bool:
     """Whether something of the version that it holds may be given to it."""
-    return replica.state == ReplicaState.GENERATING and is_healthy(state, replica)
+    return not why_no_work(state, replica)
+
+
+def why_no_work(state: State, replica: Replica) -> str:
+    """Why nothing of its version may be given to it; empty = it may."""
+    if replica.state != ReplicaState.GENERATING:
+        return "it pulls weights" if replica.state == ReplicaState.SYNCING else "it has no weights yet"
+    return why_unhealthy(state, replica)
 
 
 # ---- facts -------------------------------------------------------------------------------------------------

@@ -32,33 +32,35 @@ def check(turn: Turn) -> None:
     if not record.due or turn.state.stopping:
         return
     record.due = False
-    replicas = [r for r in turn.state.replicas.values() if _takes_part(turn, r)]
-    plan = _plan(turn, replicas)
-    for replica in replicas:
+    loads, found = plan(turn)
+    for each in loads:
+        replica = turn.state.replicas[each.worker]
         replica.kv_previous = replica.kv_tokens
-    record.reasons, record.checked_at, record.num_checks = plan.reasons | _absent(turn), turn.at, record.num_checks + 1
-    if plan.moves:
+    record.reasons, record.checked_at, record.num_checks = found.reasons, turn.at, record.num_checks + 1
+    if found.moves:
         record.moved_reasons, record.moved_at = record.reasons, turn.at
-    record.planned = _transfers(turn, plan.moves)
+    record.planned = _transfers(turn, found.moves)
 
 
-def _plan(turn: Turn, replicas: list[Replica]) -> repack.Plan:
+def plan(turn: Turn) -> tuple[list[repack.Load], repack.Plan]:
+    """What a check would find now: the replicas that take part, as the planner sees them, and its plan. Nothing is changed."""
+    absent = {replica.id: _why_absent(turn, replica) for replica in turn.state.replicas.values()}
+    loads = [load(turn, turn.state.replicas[worker]) for worker, why in absent.items() if not why]
     if turn.settings.pinned:
-        return repack.Plan(moves=[], reasons=dict.fromkeys((replica.id for replica in replicas), PINNED))
-    planner = spread.plan if turn.settings.repack_policy == "parts" else repack.plan
-    return planner([load(turn, replica) for replica in replicas])
-
-
-def _absent(turn: Turn) -> dict[WorkerId, str]:
-    """Why the replicas that take no part do not."""
-    absent = [replica for replica in turn.state.replicas.values() if not _takes_part(turn, replica)]
-    return {replica.id: f"takes no part: {_why_absent(turn, replica)}" for replica in absent}
+        found = repack.Plan(moves=[], reasons=dict.fromkeys((each.worker for each in loads), PINNED))
+    else:
+        found = (spread.plan if turn.settings.repack_policy == "parts" else repack.plan)(loads)
+    outside = {worker: f"takes no part: {why}" for worker, why in absent.items() if why}
+    return loads, repack.Plan(moves=found.moves, reasons=found.reasons | outside)
 
 
 def _why_absent(turn: Turn, replica: Replica) -> str:
+    """Why the replica takes no part in a check; empty = it does."""
     if replica.leaving:
         return "it is being emptied by an earlier check"
-    return health.status(turn, replica).reason
+    if replica.draining or not health.takes_work(turn.state, replica):
+        return health.status(turn, replica).reason
+    return ""
 
 
 def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
@@ -76,7 +78,7 @@ def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
 
 
 def _takes_part(turn: Turn, replica: Replica) -> bool:
-    return health.takes_work(turn.state, replica) and not replica.draining and not replica.leaving
+    return not _why_absent(turn, replica)
 
 
 def load(turn: Turn, replica: Replica) -> repack.Load:
@@ -173,7 +175,7 @@ def _fits(turn: Turn, source: Replica, worker: WorkerId, num_requests: int) -> b
         return False
     now = load(turn, destination)
     kv_after = now.kv_used + source.kv_tokens * num_requests // source.num_generating
-    return kv_after <= now.kv_max and now.num_requests + num_requests <= now.requests_max
+    return not repack.why_no_room(now, kv_after, now.num_requests + num_requests)
 
 
 def _send(

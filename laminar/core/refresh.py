@@ -17,9 +17,18 @@ from laminar.core.turn import Turn
 
 def may_admit(turn: Turn, replica: Replica) -> bool:
     """Whether the policy lets the replica begin a new group under the version it holds."""
+    return not why_not_admitting(turn, replica)
+
+
+def why_not_admitting(turn: Turn, replica: Replica) -> str:
+    """Why the policy does not let the replica begin a new group under the version it holds; empty = it does."""
     if turn.settings.refresh_policy == "batch":
-        return replica.admit_left > 0 or _begins_local_batch(turn, replica)
-    return _holds_newest(turn, replica) or replica.id not in turn.state.draining_to_refresh
+        if replica.admit_left > 0 or _begins_local_batch(turn, replica):
+            return ""
+        return "its local batch has begun whole: it drains, then pulls or begins the next"
+    if _holds_newest(turn, replica) or replica.id not in turn.state.draining_to_refresh:
+        return ""
+    return "a newer version is there and it is its turn to drain and pull it"
 
 
 def gains_when_empty(turn: Turn, replica: Replica) -> bool:

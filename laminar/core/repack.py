@@ -71,6 +71,15 @@ def refusal(load: Load) -> str:
     return ""
 
 
+def why_no_room(destination: Load, kv_after: int, requests_after: int) -> str:
+    """Why a replica may not be left with so much by a move; empty = it may."""
+    if kv_after > destination.kv_max:
+        return f"it would hold {kv_after} KV tokens, more than C_max = {destination.kv_max}"
+    if requests_after > destination.requests_max:
+        return f"it would have {requests_after} requests, more than B = {destination.requests_max}"
+    return ""
+
+
 def plan(loads: list[Load]) -> Plan:
     """The moves of one check over all version groups, in the order of `loads` within ties."""
     reasons: dict[WorkerId, str] = {}

@@ -18,7 +18,7 @@ def review(turn: Turn) -> None:
     """Tell every relay whose list has changed."""
     state = turn.state
     serving = _serving(state)
-    keepers = {version: _keepers(state, version, serving) for version in _needed(state)}
+    keepers = {version: _keepers(state, version, serving) for version in needed(state)}
     for relay in state.relays.values():
         wanted = [version for version in relay.held if relay.id in keepers.get(version, [])]
         if wanted != relay.retained:
@@ -26,7 +26,7 @@ def review(turn: Turn) -> None:
             turn.emit(RetainVersions(cause=turn.cause, worker=relay.id, versions=list(wanted)))
 
 
-def _needed(state: State) -> dict[Version, None]:
+def needed(state: State) -> dict[Version, None]:
     """Versions that trajectories run under, or may go on under."""
     held = (replica.version for replica in state.replicas.values())
     queued = (state.groups[group].version for group in state.requeue)

@@ -123,22 +123,44 @@ def _abandon(turn: Turn, why: str) -> None:
 
 def can_take_batch(turn: Turn) -> bool:
     """Whether the trainer waits for a batch that has not been leased yet."""
+    return not why_no_batch_wanted(turn)
+
+
+def why_no_batch_wanted(turn: Turn) -> str:
+    """Why the trainer waits for no batch now; empty = it does."""
     state, trainer = turn.state, turn.state.trainer
-    idle = trainer.ready and not trainer.running and not state.stopping and not state.storage_failure
-    return idle and trainer.step < turn.settings.steps and trainer.step + 1 not in state.steps
+    if trainer.running:
+        return f"it works on step {trainer.running}"
+    if not trainer.ready:
+        return "not all of its ranks are ready"
+    if state.stopping:
+        return f"the run is stopping: {state.stopping}"
+    if state.storage_failure:
+        return f"no step begins while nothing can be written: {state.storage_failure}"
+    if trainer.step >= turn.settings.steps:
+        return "all steps of the run are done"
+    return "its next step has its batch already" if trainer.step + 1 in state.steps else ""
+
+
+def why_no_batch(turn: Turn) -> str:
+    """Why no batch is taken from the buffer now; empty = one is."""
+    state, num_groups = turn.state, turn.settings.batch_groups
+    if reason := why_no_batch_wanted(turn):
+        return reason
+    if len(state.buffer) < num_groups:
+        return f"{len(state.buffer)} of {num_groups} groups are complete and in the buffer"
+    if turn.settings.custom_sampler:
+        return "" if state.sampler_answer else "the custom sampler has not chosen"
+    return bounds.refusal(turn, bounds.oldest_first(turn)[:num_groups])
 
 
 def propose_batch(turn: Turn) -> TakeBatch | None:
     """FIFO, or the custom sampler's answer."""
-    state, num_groups = turn.state, turn.settings.batch_groups
-    if not can_take_batch(turn) or len(state.buffer) < num_groups:
+    state = turn.state
+    if why_no_batch(turn):
         return None
-    if turn.settings.custom_sampler:
-        if not state.sampler_answer:
-            return None
-        return TakeBatch(step=state.trainer.step + 1, groups=list(state.sampler_answer))
-    chosen = bounds.oldest_first(turn)[:num_groups]
-    return None if bounds.refusal(turn, chosen) else TakeBatch(step=state.trainer.step + 1, groups=chosen)
+    chosen = state.sampler_answer if turn.settings.custom_sampler else bounds.oldest_first(turn)
+    return TakeBatch(step=state.trainer.step + 1, groups=chosen[: turn.settings.batch_groups])
 
 
 def apply_batch(turn: Turn, decision: TakeBatch) -> None:

@@ -66,20 +66,10 @@ def publish(turn: Turn) -> None:
 
     A rank can write to the relay of its own host only: while one of these is away, nothing is published.
     """
+    if why_not_published(turn):
+        return
     state = turn.state
-    if not (state.versions and state.trainer.ready and state.chain.master and not state.trainer.running):
-        return
-    hosts = dict.fromkeys(state.trainer.hosts.values())
-    if any(_lacks_relay(state, host, is_only=len(hosts) == 1) for host in hosts):
-        return
-    record = state.versions[-1]
-    if (
-        record.version != turn.trainer_version
-        or record.ready
-        or record.deadline
-        or record.num_tries >= PUBLISH_TRIES_MAX
-    ):
-        return
+    hosts, record = dict.fromkeys(state.trainer.hosts.values()), state.versions[-1]
     state.publishing_to, record.written = _collector(state), False
     state.num_publications += 1
     record.publication = state.num_publications
@@ -89,6 +79,29 @@ def publish(turn: Turn) -> None:
     relay = state.publishing_to if len(hosts) > 1 else None
     turn.emit(PublishVersion(cause=turn.cause, version=record.version, publication=record.publication, relay=relay))
     turn.tell(f"publication {record.publication} started, to {state.publishing_to}", story.version(record.version))
+
+
+def why_not_published(turn: Turn) -> str:
+    """Why the trainer is not asked to hand over its present weights now; empty = it is."""
+    state = turn.state
+    if not (state.versions and state.trainer.ready):
+        return "the trainer is not ready"
+    record = state.versions[-1]
+    if record.ready:
+        return "it is published"
+    if record.deadline:
+        return "its publication is under way"
+    if record.version != turn.trainer_version:
+        return "the trainer no longer holds it"
+    if record.num_tries >= PUBLISH_TRIES_MAX:
+        return f"it was given up after {record.num_tries} tries: {record.lost}"
+    if state.trainer.running:
+        return "the trainer is at a step; it is asked again after it"
+    if not state.chain.master:
+        return "there is no relay"
+    hosts = dict.fromkeys(state.trainer.hosts.values())
+    lacking = [host for host in hosts if _lacks_relay(state, host, is_only=len(hosts) == 1)]
+    return f"the relay of the trainer's host {lacking[0]} is away" if lacking else ""
 
 
 def _lacks_relay(state: State, host: str, *, is_only: bool) -> bool:

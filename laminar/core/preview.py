@@ -1,0 +1,160 @@
+"""What would come next if nothing else happened: the repack of now, candidate by candidate, and the timers. Nothing is changed.
+
+The plan is the planner's own (`moves.plan`), made of the state of now; the check that is really due sees a later state. Why
+Best-Fit chose a destination is read from `Choice.others`: where else the source could have gone, and how full that would have been.
+"""
+
+import msgspec
+
+from laminar.core import moves, repack, waits
+from laminar.core.timers import Timer, timers
+from laminar.core.turn import Turn
+from laminar.ids import Version, WorkerId
+
+OTHERS_SHOWN = 8  # the fullest of those with room, then some of those without
+
+
+EMPTIED = "it is emptied itself"
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica in a repack check."""
+
+    worker: WorkerId
+    version: Version | None
+    role: str
+    """``source``, ``destination``, ``candidate`` (it could be either) or ``none``."""
+    reason: str
+    load: repack.Load | None
+    """As the planner sees it; None = it takes no part."""
+    kv_after: int = 0
+    """KV tokens after the moves: 0 for a source that is emptied."""
+    requests_after: int = 0
+
+
+class Other(msgspec.Struct, frozen=True, array_like=True):
+    """A destination that was not chosen."""
+
+    worker: WorkerId
+    kv_after: int
+    requests_after: int
+    why_not: str
+    """Empty = it has room, and would have been left less full."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One move, and where else it could have gone."""
+
+    move: repack.Move
+    others: list[Other]
+    """At most `OTHERS_SHOWN`; empty if a source is divided among several (`laminar.core.spread`), which are filled in order."""
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repack check would decide now."""
+
+    policy: str
+    why_none: str
+    """Why there are no moves, whatever the replicas are like; empty = it is a question of each."""
+    candidates: list[Candidate]
+    choices: list[Choice]
+    checked_at: float
+    """Run time of the last check, seconds; 0 = there was none."""
+    next_at: float
+    """When the next is due; 0 = none is."""
+
+
+class Ahead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core waits for."""
+
+    timers: list[Timer]
+    """All that run, the next one first."""
+    waits: list[waits.Wait]
+
+
+def ahead(turn: Turn) -> Ahead:
+    """What the core waits for, and which timer ends the wait if nothing else does."""
+    return Ahead(timers=timers(turn.state, turn.settings), waits=waits.waits(turn))
+
+
+def plan(turn: Turn) -> Preview:
+    """What a repack check would decide now."""
+    record = turn.state.repack
+    loads, found = moves.plan(turn)
+    return Preview(
+        policy=turn.settings.repack_policy,
+        why_none=_why_none(turn),
+        candidates=_candidates(turn, loads, found),
+        choices=_choices(turn, loads, found),
+        checked_at=record.checked_at,
+        next_at=record.next_at,
+    )
+
+
+def _why_none(turn: Turn) -> str:
+    if turn.state.stopping or turn.state.finished:
+        return "the run is stopping or over"
+    if not turn.settings.repack_interval_s:
+        return "repacking is off: its interval is 0"
+    return "the pass repack is held by an operator" if "repack" in turn.state.holds else ""
+
+
+def _candidates(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[Candidate]:
+    """Every replica, in the order of the fleet."""
+    load_of = {load.worker: load for load in loads}
+    after = {move.destination: (move.kv_after, move.requests_after) for move in found.moves}
+    after |= {move.source: (0, 0) for move in found.moves}
+    sources = {move.source: None for move in found.moves}
+    rows = []
+    for replica in turn.state.replicas.values():
+        load = load_of.get(replica.id)
+        now = (load.kv_used, load.num_requests) if load else (replica.kv_tokens, replica.num_generating)
+        kv_after, requests_after = after.get(replica.id, now)
+        can = load is not None and not repack.refusal(load)
+        role = (
+            "source"
+            if replica.id in sources
+            else "destination"
+            if replica.id in after
+            else "candidate"
+            if can
+            else "none"
+        )
+        rows.append(
+            Candidate(
+                worker=replica.id,
+                version=replica.version,
+                role=role,
+                reason=found.reasons[replica.id],
+                load=load,
+                kv_after=kv_after,
+                requests_after=requests_after,
+            )
+        )
+    return rows
+
+
+def _choices(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[Choice]:
+    """The moves in the order in which they were planned, each with what the others of its version would have become."""
+    if turn.settings.repack_policy == "parts":
+        return [Choice(move=move, others=[]) for move in found.moves]
+    by_version = repack.candidates(loads, {})
+    load_of = {load.worker: load for load in loads}
+    after = {load.worker: (load.kv_used, load.num_requests) for load in loads}
+    emptied: dict[WorkerId, None] = {}
+    choices = []
+    for move in found.moves:
+        source = load_of[move.source]
+        rest = [load for load in by_version[source.version] if load.worker not in (move.source, move.destination)]
+        others = [_other(source, load, after[load.worker], load.worker in emptied) for load in rest]
+        others.sort(key=lambda other: (bool(other.why_not), -other.kv_after))
+        choices.append(Choice(move=move, others=others[:OTHERS_SHOWN]))
+        after[move.destination] = move.kv_after, move.requests_after
+        emptied[move.source] = None
+    return choices
+
+
+def _other(source: repack.Load, load: repack.Load, before: tuple[int, int], is_emptied: bool) -> Other:
+    kv_after, requests_after = before[0] + source.kv_used, before[1] + source.num_requests
+    why_not = EMPTIED if is_emptied else repack.why_no_room(load, kv_after, requests_after)
+    return Other(load.worker, kv_after, requests_after, why_not)

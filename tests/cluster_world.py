@@ -36,7 +36,8 @@ from laminar.workers.relay.client import RelayClient, RelayError
 LIMIT_S = 60.0
 NUM_STEPS = 1_000_000  # no test comes to the end of the run
 READ_LIMIT_S = 10.0  # a relay that was killed does not answer, and what waits for it holds up the end of a test
-LINK_TIMEOUT_S = 2.0  # a starved machine may stand still for a second
+LINK_TIMEOUT_S = 15.0  # a starved machine may stand still for some seconds, and relays are lost for that
+SILENT_S = 3.0  # the same where a test waits for it, because a host is silent
 
 
 class _NamedSession(Session):
@@ -231,6 +232,10 @@ class Cluster(Driver):
                 return
             await asyncio.sleep(0.002)
 
+    async def settled(self) -> None:
+        """Wait until nothing is being published."""
+        await self.until(lambda: not self.core.state.versions[-1].deadline)
+
     async def train(self) -> Version:
         """One more step; its version is being published when this returns."""
         await self.until(lambda: self.core.state.trainer.running or self._generate())
@@ -349,19 +354,20 @@ class Cluster(Driver):
             self._own(self.members[worker].send(message))
 
     def _on_PublishVersion(self, action: actions.PublishVersion) -> None:
-        self._own(self._publish(self.members[self.core.state.publishing_to], action.version))
+        self._own(self._publish(self.members[self.core.state.publishing_to], action.version, action.publication))
 
-    async def _publish(self, master: Member, version: Version) -> None:
+    async def _publish(self, master: Member, version: Version, publication: int) -> None:
         try:
             with RelayClient(master.directory, LIMIT_S) as client:
-                buffer = await asyncio.to_thread(client.begin, version, manifest_of(self.num_bytes), 0, 1)
+                manifest = manifest_of(self.num_bytes)
+                buffer = await asyncio.to_thread(client.begin, version, manifest, 0, 1, publication=publication)
                 if buffer is None:
                     raise RelayError("superseded by a newer publication: no slot is free")
                 buffer[: self.num_bytes] = memoryview(content(version, self.num_bytes))
                 await self.may_commit.wait()
                 client.commit(version)
         except LaminarError as error:
-            self.send(events.VersionLost(version=version, reason=str(error)))
+            self.send(events.VersionLost(version=version, reason=str(error), publication=publication))
 
     def _on_PullWeights(self, action: actions.PullWeights) -> None:
         self._own(self._pull(action.worker, action.version))

@@ -24,6 +24,15 @@ SMALL = (
     "buffer.max_groups=6",
     f"task.agent_env=['{MARK}']",  # so that an agent left behind is found
 )
+AGENT = QUICKSTART.parent / "agent" / "agent.py"
+FAILING_AGENT = """
+import runpy
+from pathlib import Path
+
+if Path({word!r}).exists():
+    raise SystemExit("no tool server is configured")
+runpy.run_path({agent!r}, run_name="__main__")
+"""
 STEPS = 3
 TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by engine and trainer
 
@@ -117,25 +126,23 @@ def test_evaluations_run_the_agent(finished: Finished) -> None:
     assert finished.run.until_said(r"greedy accuracy [\d.]+, mean reward [\d.]+ on 4 held-out prompts", 1.0)
 
 
-def test_a_lost_replica_takes_its_agents_along_and_the_run_goes_on(tmp_path: Path) -> None:
-    with start(tmp_path, "run.steps=2000", "task.eval_prompts=0", replicas=2) as run:
+def test_a_lost_replica_takes_its_agents_along_and_an_agent_that_cannot_work_is_told_with_its_own_words(
+    tmp_path: Path,
+) -> None:
+    word, agent = tmp_path / "fail", tmp_path / "agent.py"
+    agent.write_text(FAILING_AGENT.format(word=str(word), agent=str(AGENT)))
+    overrides = ("run.steps=2000", "task.eval_prompts=0", f"task.agent=['python', '{agent}']")
+    with start(tmp_path, *overrides, replicas=2) as run:
         run.until_said(r"^step 1/")
         run.until(lambda: run.status()["replicas"].get("rollout-1", {}).get("generating"))
         run.kill_worker("laminar.workers.rollout", "rollout-1")
         run.until_said(r"^rollout-1 is started again")
         (last,) = run.query("SELECT max(step) FROM metrics")[0]
         run.until_said(rf"^step {last + 2}/")
+        word.touch()
+        assert run.until_said(r"agent_failed.*will not be trained on.*no tool server is configured")
         run.signal(signal.SIGINT)
         run.wait()
         assert ledger_is_closed(run.output)
         rows = run.query("SELECT DISTINCT group_id, behavior_version FROM trajectories WHERE trained_at IS NOT NULL")
         assert len({group for group, _ in rows}) == len(rows) > 0, "a group has one version"
-
-
-def test_an_agent_that_cannot_work_is_told_with_its_own_words(tmp_path: Path) -> None:
-    agent = tmp_path / "agent.py"
-    agent.write_text("raise SystemExit('no tool server is configured')")
-    with start(tmp_path, f"task.agent=['python', '{agent}']", "task.eval_prompts=0") as run:
-        assert run.until_said(r"agent_failed.*will not be trained on.*no tool server is configured")
-        run.signal(signal.SIGINT)
-        run.wait()

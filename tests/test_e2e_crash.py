@@ -101,7 +101,7 @@ def test_what_cannot_go_on_as_it_was_is_refused_and_the_checkpoint_is_the_other_
     with Run.start(tmp_path, hosts_file(tmp_path), *overrides) as first:
         first.until(lambda: first.checkpoints())
         killed(first)
-        first.until(lambda: not first.marked())
+        first.until(lambda: not first.leftovers())
         with Run.resume(first.path, "run.steps=5") as refused:
             assert refused.wait() == 2
         assert "goes on as it was, without run.steps=5" in refused.output

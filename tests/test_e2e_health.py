@@ -54,45 +54,42 @@ def replica(run: Run, name: str) -> dict[str, Any]:
         return found
 
 
-def check_that_it_comes_back(run: Run) -> None:
-    """It is started again, holds weights and works; then the run ends by an interrupt, and nothing is missing."""
-    assert run.until_said(r"^rollout-1 is started again")
-    run.until(lambda: replica(run, "rollout-1")["restarts"] == 1 and replica(run, "rollout-1")["generating"])
-    assert replica(run, "rollout-0")["restarts"] == 0
-    run.signal(signal.SIGINT)
-    assert run.wait(STOPPED_S) == 0, run.output
+def comes_back(run: Run, name: str) -> None:
+    """It is started again, holds weights and works."""
+    assert run.until_said(rf"^{name} is started again")
+    run.until(lambda: replica(run, name)["restarts"] == 1 and replica(run, name)["generating"])
+
+
+def test_replicas_that_stop_generating_or_stand_still_are_found_and_started_again(tmp_path: Path) -> None:
+    word, hook = tmp_path / "hang", tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HANGING_ENGINE.format(word=str(word)))
+    hosts = hosts_file(tmp_path, replicas=2)
+    limits = ("rollout.progress_timeout_s=4", "controller.heartbeat_s=1", "controller.heartbeat_timeout_s=8")
+    with Run.start(tmp_path, hosts, *SMALL, LONG, *limits, python_path=(str(hook),)) as run:
+        run.until_said(r"^step 2/")
+        _an_engine_hangs_while_its_worker_answers(run, word)
+        assert replica(run, "rollout-0")["restarts"] == 0
+        _a_worker_stands_still(run)
+        assert replica(run, "rollout-1")["restarts"] == 1
+        run.signal(signal.SIGINT)
+        assert run.wait(STOPPED_S) == 0, run.output
     assert ledger_is_closed(run.output)
     rows = run.query("SELECT step, count(*), count(DISTINCT id) FROM trajectories WHERE dropped IS NULL GROUP BY step")
     assert rows == [(step, 16, 16) for step in range(1, len(rows) + 1)]
 
 
-def test_an_engine_that_hangs_while_its_worker_answers_is_found_and_started_again(tmp_path: Path) -> None:
-    word, hook = tmp_path / "hang", tmp_path / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(HANGING_ENGINE.format(word=str(word)))
-    hosts = hosts_file(tmp_path, replicas=2)
-    with Run.start(
-        tmp_path, hosts, *SMALL, LONG, "rollout.progress_timeout_s=3", python_path=(str(hook),)
-    ) as run:  # fmt: skip
-        run.until_said(r"^step 2/")
-        word.touch()
-        assert run.until_said(
-            r"^alarm: replica-suspect: rollout-1 is suspect: \d+ requests run .* no token came for \d"
-        )
-        assert run.until_said(
-            r"^alarm: worker-lost: rollout-1 was lost: it answers but makes no progress: \d+ requests"
-        )
-        check_that_it_comes_back(run)
+def _an_engine_hangs_while_its_worker_answers(run: Run, word: Path) -> None:
+    word.touch()
+    assert run.until_said(r"^alarm: replica-suspect: rollout-1 is suspect: \d+ requests run .* no token came for \d")
+    assert run.until_said(r"^alarm: worker-lost: rollout-1 was lost: it answers but makes no progress: \d+ requests")
+    comes_back(run, "rollout-1")
 
 
-def test_a_worker_that_stands_still_is_found_by_its_heartbeat_and_started_again(tmp_path: Path) -> None:
-    hosts = hosts_file(tmp_path, replicas=2)
-    heartbeat = ("controller.heartbeat_s=1", "controller.heartbeat_timeout_s=4")
-    with Run.start(tmp_path, hosts, *SMALL, LONG, *heartbeat) as run:
-        run.until_said(r"^step 2/")
-        process = run.worker("laminar.workers.rollout", "rollout-1")
-        assert process is not None
-        process.suspend()
-        run.until(lambda: replica(run, "rollout-1")["state"] == "suspect")
-        assert run.until_said(r"^alarm: worker-lost: rollout-1 was lost: its channel broke and did not come back")
-        check_that_it_comes_back(run)
+def _a_worker_stands_still(run: Run) -> None:
+    process = run.worker("laminar.workers.rollout", "rollout-0")
+    assert process is not None
+    process.suspend()
+    run.until(lambda: replica(run, "rollout-0")["state"] == "suspect")
+    assert run.until_said(r"^alarm: worker-lost: rollout-0 was lost: its channel broke and did not come back")
+    comes_back(run, "rollout-0")

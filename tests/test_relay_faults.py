@@ -4,7 +4,7 @@ import asyncio
 import signal
 
 import pytest
-from cluster_world import Cluster, cluster
+from cluster_world import SILENT_S, Cluster, cluster
 
 from laminar.core import actions, versions
 from laminar.ids import Version
@@ -16,9 +16,7 @@ def live(relays: Cluster) -> list[str]:
     return sorted(relays.core.state.relays)
 
 
-@pytest.mark.parametrize(
-    "victims", [(1,), (2,), (3,), (1, 2), (1, 2, 3)], ids=["first", "middle", "last", "adjacent", "all"]
-)
+@pytest.mark.parametrize("victims", [(1,), (3,), (1, 2), (1, 2, 3)], ids=["first", "last", "adjacent", "all"])
 async def test_relays_that_are_killed_in_mid_version_cost_the_others_nothing(victims: tuple[int, ...]) -> None:
     async with cluster(4, num_bytes=LARGE) as relays:
         order = relays.order
@@ -32,7 +30,7 @@ async def test_relays_that_are_killed_in_mid_version_cost_the_others_nothing(vic
 
 
 async def test_a_stopped_relay_is_left_out_and_when_it_wakes_up_nothing_it_does_reaches_a_slot() -> None:
-    async with cluster(4, num_bytes=LARGE) as relays:
+    async with cluster(4, num_bytes=LARGE, link_timeout_s=SILENT_S) as relays:
         zombie = relays.order[1]
         zombie.signal(signal.SIGSTOP)
         version = await relays.train()
@@ -46,28 +44,18 @@ async def test_a_stopped_relay_is_left_out_and_when_it_wakes_up_nothing_it_does_
         assert len(live(relays)) == 3
 
 
-async def test_a_host_whose_words_are_lost_is_left_out_and_no_other() -> None:
-    async with cluster(4, num_bytes=LARGE) as relays:
-        mute = relays.order[1]
-        relays.block(mute, "out")
-        version = await relays.train()
-        await relays.until(lambda: mute.name not in live(relays))
-        await relays.converged(version)
-        assert len(live(relays)) == 3
-
-
-async def test_a_host_that_hears_nothing_is_left_out_and_no_other() -> None:
-    async with cluster(4, num_bytes=LARGE) as relays:
-        deaf = relays.order[2]
-        relays.block(deaf, "in")
-        version = await relays.train()
-        await relays.until(lambda: deaf.name not in live(relays))
-        await relays.converged(version)
-        assert len(live(relays)) == 3
+async def test_a_host_whose_words_are_lost_and_one_that_hears_nothing_are_left_out_and_no_other() -> None:
+    async with cluster(4, num_bytes=LARGE, link_timeout_s=SILENT_S) as relays:
+        for host, direction in ((relays.order[1], "out"), (relays.order[3], "in")):
+            relays.block(host, direction)
+            version = await relays.train()
+            await relays.until(lambda host=host: host.name not in live(relays))
+            await relays.converged(version)
+        assert len(live(relays)) == 2
 
 
 async def test_one_link_that_works_in_one_direction_only_costs_no_relay() -> None:
-    async with cluster(3, num_bytes=LARGE) as relays:
+    async with cluster(3, num_bytes=LARGE, link_timeout_s=SILENT_S) as relays:
         relays.proxy(relays.order[0], relays.order[1]).backward_blocked = True
         await relays.publish()
         assert len(live(relays)) == 3
@@ -108,11 +96,12 @@ async def test_the_death_of_the_master_costs_at_most_the_version_that_was_being_
         await relays.until(lambda: master.name not in live(relays))
         relays.may_commit.set()
         assert relays.core.state.chain.master in [survivor.name for survivor in survivors]
+        await relays.settled()  # what was under way may be published again: the trainer still holds it
         await relays.publish()
 
 
 async def test_a_cut_off_master_is_replaced_and_what_is_published_to_it_reaches_nobody() -> None:
-    async with cluster(3, num_bytes=LARGE) as relays:
+    async with cluster(3, num_bytes=LARGE, link_timeout_s=SILENT_S) as relays:
         old, *others = relays.order
         old.cut()
         relays.block(old, "in", "out")
@@ -132,9 +121,8 @@ async def test_the_newest_of_a_burst_reaches_everybody_while_a_slow_reader_keeps
         with relays.order[-1].client.lease(Version(0, 0)) as lease:
             for _ in range(5):
                 await relays.train()
-            state = relays.core.state
-            await relays.until(lambda: not state.versions[-1].deadline)
-            newest = versions.newest(state)
+            await relays.settled()
+            newest = versions.newest(relays.core.state)
             assert newest is not None
             await relays.converged(newest.version)
             lease.verify()
@@ -154,7 +142,7 @@ async def test_a_relay_that_died_comes_back_over_what_it_left_and_is_filled_by_i
 
 
 async def test_a_host_without_room_for_the_weights_leaves_the_chain_and_says_why() -> None:
-    relays = Cluster(3)
+    relays = Cluster(3, link_timeout_s=SILENT_S)
     relays.members["r1"].options = ["--slots", "100000"]
     try:
         await relays.start()

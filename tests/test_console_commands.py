@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import pytest
 from core_world import Driver, settings
 
 from laminar.console.answers import Answer, records
 from laminar.console.commands import COMMANDS
 from laminar.console.language import Language
 from laminar.console.view import View
-from laminar.core import actions, events, ledger
+from laminar.core import actions, events, explain, ledger, preview, waits
 from laminar.core.decisions import Repack
 from laminar.ids import WorkerId, format_id
 
@@ -137,6 +138,65 @@ def test_names_that_are_not_there_are_answered_by_those_that_are():
     assert "there are: g1.1, g1.2, g1.3, g1.4" in desk.error("group g9")
     assert "write, for example, g1.4" in desk.error("group 7")
     assert "there is no subject 'v'" in desk.error("story v")
+
+
+# ---- ask ---------------------------------------------------------------------------------------------------
+
+
+def reasons(answer: Answer) -> list[list[Any]]:
+    return [list(row.values()) for table in answer.tables for row in records(table)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "subject"),
+    [("r1", "rollout-1"), ("g3", "g1.3"), ("t5", "t1.5"), ("v0", "v0"), ("trainer", "trainer"),
+     ("new groups", "new groups"), ("relay-0", "relay-0")],
+)  # fmt: skip
+def test_why_is_what_the_core_says_and_nothing_else(asked: str, subject: str) -> None:
+    desk = Desk(2, repack_interval_s=1.0)
+    found = explain.why(desk.core.look(), subject)
+    answer = desk.ask(f"why {asked}")
+    assert answer.headline == found.text
+    assert reasons(answer) == [[line.topic, line.yes, line.text] for line in found.lines]
+
+
+def test_why_of_what_is_not_there_says_what_is() -> None:
+    desk = Desk(2)
+    assert "there are: rollout-0, rollout-1" in desk.error("why r9")
+    assert "g1.9 is not live" in desk.error("why g9")
+    assert "more than one subject" in desk.error("why r1 r2")
+    assert "there is no subject 'it'" in desk.error("why it")
+
+
+def test_the_plan_is_that_of_the_planner_and_the_check_that_follows_does_it() -> None:
+    desk = held_repack()
+    desk.ask("skip")
+    desk.ask("resume repack")
+    for index in range(3):
+        name = f"rollout-{index}"
+        desk.report(name, kv_tokens=50 + 10 * index, running=len(desk.generating(name)))
+    found = preview.plan(desk.core.look())
+    answer = desk.ask("plan")
+    candidates = records(answer.tables[0])
+    assert [row["why"] for row in candidates] == [candidate.reason for candidate in found.candidates]
+    chosen = [(row["source"], row["destination"]) for row in records(answer.tables[1]) if row["chosen"]]
+    assert chosen == [(choice.move.source, choice.move.destination) for choice in found.choices]
+    assert chosen
+    desk.send(events.TimerFired(), after=1.0)
+    assert {action.worker for action in desk.all(actions.AbortAttempts)} == {source for source, _ in chosen}
+
+
+def test_what_comes_next_begins_with_the_timer_that_the_driver_sets() -> None:
+    desk = Desk(2, repack_interval_s=1.0)
+    timers = records(desk.ask("next").tables[0])
+    assert timers[0]["in_s"] == pytest.approx((desk.core.next_deadline() or 0.0) - desk.at)
+    assert timers[0]["what"] == "the next repack check"
+
+
+def test_who_waits_for_whom_is_the_wait_for_graph_of_the_core() -> None:
+    desk = Desk(2)
+    shown = [row["who"] for row in desk.rows("why-stalled")]
+    assert shown == [wait.who for wait in waits.waits(desk.core.look())]
 
 
 # ---- step through decisions --------------------------------------------------------------------------------

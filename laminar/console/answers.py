@@ -23,8 +23,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to say, in this order: facts, tables, lines."""
+    """What there is to say, in this order."""
 
+    headline: str = ""
+    """The answer in one sentence, if it has one."""
     facts: dict[str, Cell] = {}
     """Single values by name; None = not known, or nothing."""
     tables: list[Table] = []

@@ -1,6 +1,6 @@
 """The commands of the language: functions `(view, words) -> Answer | Change`, pure, over the core's state, story and reasons."""
 
-from laminar.console.commands import console, fleet, groups, held, run, steps, stories
+from laminar.console.commands import ask, console, fleet, groups, held, run, steps, stories
 from laminar.console.language import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -8,6 +8,7 @@ COMMANDS: tuple[Command, ...] = (
     *fleet.COMMANDS,
     *groups.COMMANDS,
     *stories.COMMANDS,
+    *ask.COMMANDS,
     *held.COMMANDS,
     *steps.COMMANDS,
     *console.COMMANDS,

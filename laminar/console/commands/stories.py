@@ -1,5 +1,7 @@
 """Look at what happened: the story of one subject, and the timeline of all."""
 
+from itertools import groupby
+
 from laminar.console import subjects
 from laminar.console.answers import Answer, Cell, Table, table
 from laminar.console.language import Command, UsageError
@@ -79,12 +81,20 @@ def _says(row: Row, wanted: list[str]) -> bool:
 
 
 def rows(view: View, found: list[Row], *, rows_max: int, title: str = "story", note: str = "") -> Table:
-    """The last rows, oldest first."""
+    """The last rows, oldest first; rows in a row that say the same of one event are one."""
+    alike = [list(rows) for _, rows in groupby(found, key=lambda row: (row.cause, row.text.lstrip("0123456789 ")))]
     shown: list[list[Cell]] = [
-        [view.run_s(row.at), row.cause, row.because, _subjects(row), row.text] for row in found[-rows_max:]
+        [view.run_s(rows[0].at), rows[0].cause, rows[0].because, _subjects(rows[0]), _text(rows)]
+        for rows in alike[-rows_max:]
     ]
-    left_off = len(found) - len(shown)
+    left_off = sum(map(len, alike[: len(alike) - len(shown)]))
     return table(title, "run_s event because_of subjects what", shown, left_off=left_off, note=note if left_off else "")
+
+
+def _text(alike: list[Row]) -> str:
+    """What they say; how many like it."""
+    more = len(alike) - 1
+    return f"{alike[0].text}; the same of {more} more" if more else alike[0].text
 
 
 def _subjects(row: Row) -> str:

@@ -36,7 +36,7 @@ def console(file: Any = None) -> Console:
 
 def drawn(answer: Answer) -> RenderableType:
     """The whole answer."""
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [Text(answer.headline, style="bold")] if answer.headline else []
     if answer.facts:
         parts.append(_facts(answer.facts))
     for table in answer.tables:
@@ -103,6 +103,7 @@ def as_json(line: str, answer: Answer, place: Place | None) -> str:
         "command": line,
         "ok": not answer.error,
         **where,
+        "headline": answer.headline,
         "facts": answer.facts,
         "tables": tables,
         "lines": answer.lines,

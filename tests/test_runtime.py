@@ -184,7 +184,7 @@ async def test_an_event_is_handed_to_the_disk_together_with_the_rows_that_were_m
 
     world.runtime.perform = perform
     world.runtime.post(say("x"))
-    assert [statement.split()[2] for statement, _ in world.log._pending] == ["events", "alarms"]
+    assert [statement.split()[2] for statement, _ in world.log._pending] == ["events", "answers", "alarms"]
 
 
 async def test_actions_that_wait_are_performed_once_and_in_order_also_if_an_effect_led_to_them(make) -> None:

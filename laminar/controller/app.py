@@ -19,7 +19,7 @@ import msgspec
 
 from laminar import checkpoints, wire
 from laminar.config import Config
-from laminar.controller import metricsfile, recovery
+from laminar.controller import answers, metricsfile, recovery
 from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
@@ -81,6 +81,7 @@ class Application:
         self._sampler, self._resume, self._continues = sampler, resume, continues
         self._history: recovery.History | None = None
         self._damaged: dict[Path, str] = {}
+        self._data_state = b""
         self._began, self._interrupts = time.monotonic(), 0
         self._kept = 0  # the last event of which there is a snapshot
 
@@ -116,7 +117,7 @@ class Application:
         if self._resume is None:
             return Core(settings)
         found = checkpoints.newest_data_state(self._resume)
-        self._resume, self._damaged = found.path, found.damaged
+        self._resume, self._damaged, self._data_state = found.path, found.damaged, found.data_state
         try:
             return Core.resumed(settings, found.data_state)
         except msgspec.MsgspecError as error:
@@ -246,6 +247,7 @@ class Application:
         self._runtime.start()
         self._watches.start()
         url = await self._listen()
+        self._log.write(*answers.beginning(self._boot, self._runtime.core.settings, self._data_state))
         self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

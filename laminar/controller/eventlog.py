@@ -176,6 +176,10 @@ class EventLog:
             self._heard[frame[:2]] = frame[2]
         self._hand_over()
 
+    def answered(self, seq: int, actions: str) -> None:
+        """Queue what the core answered to an event (`laminar.controller.answers`)."""
+        self.write("INSERT INTO answers VALUES (?, ?, ?)", (self._boot, seq, actions))
+
     def heard(self, frame: Frame) -> None:
         """Queue word of a frame of which no event was made."""
         self._heard[frame[:2]] = frame[2]

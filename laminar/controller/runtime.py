@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from laminar.controller import answers
 from laminar.controller.eventlog import EventLog, Frame
 from laminar.core import actions, events
 from laminar.core.engine import Core
@@ -145,7 +146,10 @@ class Runtime:
             self._log.together()
         ):  # a controller that takes over has an event with all rows that were made of it, or without any
             self._log.append(stamped.seq, stamped.at, type(stamped).__name__, body, frame)
+            num_decisions = self.core.state.num_decisions
             new = self.core.handle(stamped)
+            if answer := answers.answer(self.core.state, new, num_decisions):
+                self._log.answered(stamped.seq, answer)
             self.observe(stamped)
             for action in new:
                 self._dispatch(action)

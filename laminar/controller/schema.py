@@ -1,7 +1,8 @@
 """The tables of a run's database `run.db`. Any SQLite client reads them, also while the run goes on.
 
 `boots` has a row per controller process; `events`, `snapshots`, `segments` and `frames` are what a controller that takes over reads
-(`laminar.controller.recovery`), with a `checksum` of every row; the others are records for people.
+(`laminar.controller.recovery`), with a `checksum` of every row; `cores` and `answers` are what a replay needs besides
+(`laminar.controller.answers`); the others are records for people.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ CREATE TABLE IF NOT EXISTS boots (
 CREATE TABLE IF NOT EXISTS events (
     boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS cores (boot INTEGER PRIMARY KEY, settings BLOB, data_state BLOB, code TEXT);
+CREATE TABLE IF NOT EXISTS answers (boot INTEGER, seq INTEGER, actions TEXT, PRIMARY KEY (boot, seq)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq));
 CREATE TABLE IF NOT EXISTS segments (name TEXT PRIMARY KEY, num_bytes INTEGER, crc INTEGER);
 CREATE TABLE IF NOT EXISTS frames (

@@ -5,8 +5,8 @@
 
 Bases are snapshots that are kept, so that events leave in whole train steps (long ones in parts, as snapshots are made), about an
 eighth of the limit at a time, and what is left can be replayed from its oldest snapshot. They are deleted, not moved: a second file
-would hold the same bytes on the same disk, and who wants them all can do without a limit. Spans and moves go with the events of
-their time. Records (trajectories, metrics …) stay.
+would hold the same bytes on the same disk, and who wants them all can do without a limit. Answers go with their events, spans and
+moves with the events of their time. Records (trajectories, metrics …) stay.
 
 Invariants:
 * All events after the oldest snapshot are there; the last SNAPSHOTS_KEPT snapshots are never deleted.
@@ -135,6 +135,9 @@ class Upkeep:
             gone = database.execute(
                 f"DELETE FROM events WHERE (boot, seq) IN ({oldest})", (*until, ROWS_AT_ONCE)
             ).rowcount
+            database.execute(
+                "DELETE FROM answers WHERE (boot, seq) < (SELECT boot, seq FROM events ORDER BY boot, seq LIMIT 1)"
+            )
             for table in ("spans", "moves"):
                 gone += database.execute(
                     f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?) "

@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 
 _HEADER, _FRAME = 32, 24
+_INDEX = 20  # bytes of the index that end with the number of frames taken (sqlite.org/walformat.html)
 
 
 def path_of(database: Path) -> Path:
@@ -52,6 +53,21 @@ def left_out(database: Path, frames: int, connection: sqlite3.Connection) -> str
     return (
         f"{path_of(database)}: {frames - taken} of its {frames} pages are no whole commit and are left out: nobody was told of "
         "what they held, unless the disk has lost what it had confirmed; workers that know more than the log are refused and lost"
+    )
+
+
+def not_taken(database: Path, frames: int) -> str:
+    """The same for a reader, by SQLite's index of the log, `run.db-shm`; it takes nothing out of the log. Raises OSError."""
+    try:
+        with database.with_name(f"{database.name}-shm").open("rb") as index:
+            (taken,) = struct.unpack_from("=I", index.read(_INDEX), _INDEX - 4)
+    except (FileNotFoundError, struct.error):
+        return ""
+    if frames <= taken:
+        return ""
+    return (
+        f"{path_of(database)}: the last {frames - taken} of its {frames} pages are no whole commit (the run goes on, or was killed "
+        "in the middle of one) and are left out"
     )
 
 

@@ -1,6 +1,7 @@
 """What happened to whom, and because of which event: the rows behind `story(key)`."""
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
@@ -24,10 +25,10 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Story:
-    """A bounded log; not part of the state, so a restored core starts with an empty one."""
+    """A bounded log; not part of the state, so a restored core starts with an empty one, unless it is given `rows`."""
 
-    def __init__(self) -> None:
-        self._rows: deque[Row] = deque(maxlen=ROWS_MAX)
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._rows: deque[Row] = deque(rows, maxlen=ROWS_MAX)
         self._event: AnyEvent | None = None
 
     def begin(self, event: AnyEvent) -> None:
@@ -37,6 +38,10 @@ class Story:
     def add(self, cause: int, at: float, text: str, subjects: tuple[str, ...]) -> None:
         """Append one row."""
         self._rows.append(Row(cause, at, text, subjects, name_of(self._event) if self._event else ""))
+
+    def rows(self) -> list[Row]:
+        """All that is kept, oldest first."""
+        return list(self._rows)
 
     def of(self, subject: str) -> list[Row]:
         """All rows that name `subject`, oldest first."""

@@ -299,6 +299,9 @@ class LogConfig(Section, frozen=True, kw_only=True):
     max_mib: int = 4096
     """What `run.db` may hold. Above it the oldest events leave, in whole train steps: never those that a take-over needs, and no
     records. 0 = everything stays. 256 replicas that report four times a second write some 4 MiB/s, a small run 0.1."""
+    trace_share: float = 0.01
+    """Share of the trajectories that become OpenTelemetry traces, 0 to 1, where the environment asks for these at all; of steps,
+    publications, pulls and moves all do (docs/observability.md)."""
     archive: Literal["none", "parquet"] = "none"
     """What becomes of the tokens and log-probs of trajectories that a checkpoint has committed: forgotten, or a row each in
     `archive/*.parquet`, some 4 to 9 bytes a token; nothing bounds or prunes that."""

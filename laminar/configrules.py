@@ -308,4 +308,5 @@ def _controller_rules(c: Config) -> _Rules:
             not _is_command(c.controller.ssh),
             f"controller.ssh = {_shown(c.controller.ssh)}: a command line is expected, such as ssh or ssh -F my_config",
         ),
+        (not 0 <= c.log.trace_share <= 1, f"log.trace_share = {c.log.trace_share}: between 0 and 1"),
     ]

@@ -14,7 +14,7 @@ from laminar import wire
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
-from laminar.controller.telemetry import Telemetry
+from laminar.controller.telemetry import Telemetry, Tracer
 from laminar.core import actions, events, invariants
 from laminar.core.settings import Settings
 from tests.core_world import World, settings
@@ -190,8 +190,9 @@ async def recorded(directory: Path, settings_: Settings, seed: int, **how: Any) 
 
 
 @asynccontextmanager
-async def eventful(directory: Path) -> AsyncIterator[RecordedWorld]:
+async def eventful(directory: Path, tracer: Tracer | None = None) -> AsyncIterator[RecordedWorld]:
     """A run with some of everything, at its end."""
     async with recorded(directory, EVENTFUL, eventful_seed(), **EVENTFUL_HOW) as world:
+        world.telemetry.tracer = tracer
         world.run()
         yield world

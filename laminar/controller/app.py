@@ -19,7 +19,7 @@ import msgspec
 
 from laminar import checkpoints, wire
 from laminar.config import Config
-from laminar.controller import answers, metricsfile, recovery
+from laminar.controller import answers, metricsfile, otel, recovery
 from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
@@ -166,6 +166,8 @@ class Application:
         metricsfile.agree(run.metrics, run.database, resumed)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
         self._display: Display = self._make_display()
+        which = {"run": run.name, "run_id": self._log.run_id, "boot": self._boot}
+        self._telemetry.tracer = otel.start(os.environ, config.log.trace_share, self._display.say, **which)
         self._watches = Watches(run, self._runtime, self._channels, self._log, self._alarm, self._display.say)
         on_stalled, wanted = self._watches.writer("archive"), config.log.archive == "parquet"
         self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
@@ -374,6 +376,7 @@ class Application:
             self._crew.launcher.leave()
         await self._runtime.close()
         await self._server.close()
+        await self._telemetry.finish()
         self._watches.close()
         if is_ours:
             self._leave_nothing()

@@ -19,6 +19,19 @@ class _Begun(NamedTuple):
     at: float
 
 
+class Move(NamedTuple):
+    """A row: it was told to let go at `start` by run time, and began again at `end`, with `num_tokens` response tokens."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    source: WorkerId
+    destination: WorkerId
+    version: str
+    num_tokens: int
+    start: float
+    end: float
+
+
 class Moves:
     """Hears the core's actions and the replicas' reports."""
 
@@ -39,17 +52,23 @@ class Moves:
             del self._under_way[next(iter(self._under_way))]
         self._under_way[trajectory] = begun
 
-    def on_start(self, action: actions.StartGroup) -> None:
+    def on_start(self, action: actions.StartGroup) -> list[Move]:
         """Attempts begin; those that moved have arrived, wherever that is."""
-        if not self._under_way:
-            return
-        state = self._runtime.core.state
-        for start in action.starts:
+        arrived = []
+        for start in action.starts if self._under_way else ():
             begun = self._under_way.pop(start.trajectory, None)
             if begun is not None:
-                num_tokens = state.trajectories[start.trajectory].num_tokens
-                row = (start.trajectory, start.attempt, begun.source, action.worker, str(action.version), num_tokens)
-                self._log.write("INSERT INTO moves VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, begun.at, state.at))
+                arrived.append(self._arrive(start, action, begun))
+        for move in arrived:
+            self._log.write("INSERT INTO moves VALUES (?, ?, ?, ?, ?, ?, ?, ?)", move)
+        return arrived
+
+    def _arrive(self, start: actions.Start, action: actions.StartGroup, begun: _Begun) -> Move:
+        state = self._runtime.core.state
+        num_tokens = state.trajectories[start.trajectory].num_tokens
+        return Move(
+            start.trajectory, start.attempt, begun.source, action.worker, str(action.version), num_tokens, begun.at, state.at
+        )  # fmt: skip
 
     def on_report(self, report: events.ReplicaReported) -> None:
         """What ended at the source has not moved."""

@@ -4,7 +4,7 @@ Names are those of docs/metrics.md. All windows are from one finished step to th
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -41,6 +41,24 @@ class Window(msgspec.Struct, kw_only=True):
     agents: dict[str, int] = {}
 
 
+class Tracer(Protocol):
+    """Hears what happened, once it is over. Times are run times, seconds since the epoch."""
+
+    def span(self, worker: WorkerId, kind: str, start: float, end: float, what: str) -> None:
+        """A row of `spans`, but for decoding."""
+
+    def move(
+        self, trajectory: int, source: WorkerId, destination: WorkerId, start: float, end: float, tokens: int
+    ) -> None:
+        """A row of `moves`."""
+
+    def trajectory(self, t: Trajectory, at: float) -> None:
+        """A row of `trajectories`."""
+
+    async def close(self) -> None:
+        """Nothing more happens; returns after a bounded time."""
+
+
 class Telemetry:
     """Hears what workers say and what the core decides."""
 
@@ -50,6 +68,7 @@ class Telemetry:
         self.relays: dict[WorkerId, wire.RelayReport] = {}
         """The last word of each."""
         self.totals = Totals()
+        self.tracer: Tracer | None = None
         self._moves = Moves(runtime, log)
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
@@ -58,6 +77,11 @@ class Telemetry:
         """Step and attempt of the last row; a restored trainer does steps again."""
         self._stalled_since = 0.0
         """Run time from which on the run has been stalled; 0 = it is not."""
+
+    async def finish(self) -> None:
+        """Nothing more happens: let the traces go."""
+        if self.tracer is not None:
+            await self.tracer.close()
 
     def close(self) -> None:
         """Flush the file."""
@@ -101,7 +125,14 @@ class Telemetry:
         elif isinstance(action, actions.AbortAttempts):
             self._moves.on_abort(action)
         elif isinstance(action, actions.StartGroup):
-            self._moves.on_start(action)
+            for move in self._moves.on_start(action):
+                if self.tracer is not None:
+                    self.tracer.move(
+                        move.trajectory, move.source, move.destination, move.start, move.end, move.num_tokens
+                    )
+        elif isinstance(action, actions.RecordTrajectories) and self.tracer is not None:
+            for trajectory in action.trajectories:
+                self.tracer.trajectory(trajectory, self._runtime.core.state.at)
 
     def _on_shards_written(self, worker: WorkerId, message: wire.ShardsWritten) -> None:
         window = self._window
@@ -126,11 +157,12 @@ class Telemetry:
                 (worker, "decode", report.since, end, report.decode_busy_s, str(report.version)),
             )
 
-    def _span(self, worker: WorkerId, kind: str, seconds: float, version: Any) -> None:
+    def _span(self, worker: WorkerId, kind: str, seconds: float, what: Any) -> None:
         end = self._runtime.now()
-        self._log.write(
-            "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", (worker, kind, end - seconds, end, seconds, str(version))
-        )
+        row = (worker, kind, end - seconds, end, seconds, str(what))
+        self._log.write("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", row)
+        if self.tracer is not None:
+            self.tracer.span(worker, kind, end - seconds, end, str(what))
 
     # ---- per step ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from laminar.sim import baselines
 from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.policies import POLICIES, RECOMMENDED, Policy
-from laminar.sim.scenario import Scenario, searched, simulate
+from laminar.sim.scenario import Begun, Scenario, searched, simulate
 from laminar.sim.workload import WORKLOADS
 
 ROW_FORMAT = 3  # of a line; raised when rows gain fields that the table or the figures need
@@ -50,6 +50,9 @@ PAPER_SPLITS = {
 that is best with the paper's."""
 PLACEMENT = "placement"
 """The system whose row is the search for Laminar's placement."""
+SHARED = {PLACEMENT: "search", "laminar": "search", "one-step": "batches", "stream": "batches"}
+"""Systems that share work at a cell of the grid: `laminar` goes on with the short run that won the search, and two baselines generate
+the same batches."""
 PAPER_SPEEDUPS = {"sync": 2.56, "one-step": 1.98, "stream": 1.93, "partial": 1.39}
 """Mean over the grid, math workload."""
 PAPER_TOOL = 2.62
@@ -75,6 +78,11 @@ class Point:
         return f"{self.system}/{self.model}/{self.gpus}/{self.workload}"
 
     @property
+    def cell(self) -> tuple[str, int, str]:
+        """Model, GPUs and workload."""
+        return self.model, self.gpus, self.workload
+
+    @property
     def cost(self) -> float:
         """Roughly proportional to the time it takes, for the time left: GPUs count, and whether the system runs the core."""
         if self.policy or self.system == PLACEMENT:
@@ -93,8 +101,12 @@ class Point:
         return None if is_known or self.policy is None else replace(self, system=PLACEMENT)
 
 
+Task = tuple[Point, ...]
+"""Points that one process computes together, in this order, because they share work."""
+
+
 def points(models: Iterable[str], gpus: Iterable[int], workloads: Iterable[str]) -> list[Point]:
-    """Small and cheap ones first, so that a grid that is cut off has whole rows, and an error shows early."""
+    """All of them, in the order of the rows."""
     return [
         Point(system=system, model=model, gpus=num, workload=workload)
         for num in gpus
@@ -119,18 +131,41 @@ def run(wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1
     rows = {row["key"]: row for row in _read(path, mark)}
     missing = [point for point in wanted if point.key not in rows]
     searches = [point.search for point in missing if point.search and point.search.key not in rows]
-    others, own = [p for p in missing if p.policy is None], [p for p in missing if p.policy]
-    stages = [[*others, *dict.fromkeys(searches)], own]
-    progress = _Progress([point for stage in stages for point in stage])
-    for stage in stages:
-        placed = [_placed(point, rows) for point in stage]
-        with contextlib.closing(_measured(placed, hardware, seed, jobs)) as measured:
-            for point, row in measured:
-                rows[point.key] = row | {"key": point.key, "fingerprint": mark}
-                with path.open("a") as file:
-                    file.write(json.dumps(rows[point.key]) + "\n")
-                progress.show(point, row)
+    tasks = tasks_of([*dict.fromkeys(searches), *missing])
+    progress = _Progress([point for task in tasks for point in task])
+    measure, take = partial(_measure, hardware=hardware, seed=seed), partial(_take, tasks, rows)
+    with contextlib.closing(_measured(take, measure, min(jobs, len(tasks)))) as measured:
+        for point, row in measured:
+            rows[point.key] = row | {"key": point.key, "fingerprint": mark}
+            with path.open("a") as file:
+                file.write(json.dumps(rows[point.key]) + "\n")
+            progress.show(point, row)
     return [rows[point.key] for point in wanted]
+
+
+def tasks_of(points: Iterable[Point]) -> list[Task]:
+    """In the order of work: the cheapest of each kind, so that an error shows early, then the longest first, so that no process
+    is idle while another has the last long one."""
+    shared: dict[tuple[str, str, int, str], list[Point]] = {}
+    for point in points:
+        shared.setdefault((SHARED.get(point.system, point.system), *point.cell), []).append(point)
+    by_cost = sorted(map(tuple, shared.values()), key=_cost)
+    cheapest = {tuple(point.system for point in task): task for task in reversed(by_cost)}
+    return [*sorted(cheapest.values(), key=_cost), *(t for t in reversed(by_cost) if t not in cheapest.values())]
+
+
+def _cost(task: Task) -> float:
+    return sum(point.cost for point in task)
+
+
+def _take(tasks: list[Task], rows: dict[str, dict[str, Any]]) -> Task | None:
+    """Remove the first task that waits for no search, and place its points; None while there is none."""
+    for task in tasks:
+        searches = [point.search for point in task if point.search not in task]
+        if all(search is None or search.key in rows for search in searches):
+            tasks.remove(task)
+            return tuple(point if point.search in task else _placed(point, rows) for point in task)
+    return None
 
 
 def _placed(point: Point, rows: dict[str, dict[str, Any]]) -> Point:
@@ -142,22 +177,23 @@ def _placed(point: Point, rows: dict[str, dict[str, Any]]) -> Point:
 
 
 def _measured(
-    missing: list[Point], hardware: str, seed: int, jobs: int
+    take: Callable[[], Task | None], measure: Callable[[Task], list[dict[str, Any]]], jobs: int
 ) -> Generator[tuple[Point, dict[str, Any]], None, None]:
-    """The points with their rows, as they are done. Whatever ends this also ends the processes."""
-    measure = partial(_measure, hardware=hardware, seed=seed)
-    if jobs == 1 or len(missing) <= 1:
-        yield from ((point, measure(point)) for point in missing)
+    """The points of all tasks with their rows, as they are done. Whatever ends this also ends the processes."""
+    if jobs <= 1:
+        while task := take():
+            yield from zip(task, measure(task), strict=True)
         return
     context = multiprocessing.get_context("spawn")  # forked children would share locks in whatever state they are
-    with ProcessPoolExecutor(min(jobs, len(missing)), context, _begin_process) as pool:
+    with ProcessPoolExecutor(jobs, context, _begin_process) as pool:
         terminated = signal.signal(
             signal.SIGTERM, signal.default_int_handler
         )  # as Ctrl-C: no child outlives this process
         try:
-            futures = _submitted(pool, measure, missing)
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+            running: dict[Future[list[dict[str, Any]]], Task] = {}
+            while _submit(pool, measure, take, running, jobs):
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield from zip(running.pop(future), future.result(), strict=True)
         except BaseException:
             for child in multiprocessing.active_children():
                 child.kill()  # a point can take minutes, and an unfinished one is worth nothing
@@ -166,14 +202,20 @@ def _measured(
             signal.signal(signal.SIGTERM, terminated)
 
 
-def _submitted(
-    pool: ProcessPoolExecutor, measure: Callable[[Point], dict[str, Any]], missing: list[Point]
-) -> dict[Future[dict[str, Any]], Point]:
-    """All points, handed to processes that begin, and so live, with Ctrl-C blocked. It reaches all processes of a terminal, and one
-    that it ends while it starts would leave the pool waiting for it; only the parent acts on it."""
+def _submit(
+    pool: ProcessPoolExecutor,
+    measure: Callable[[Task], list[dict[str, Any]]],
+    take: Callable[[], Task | None],
+    running: dict[Future[list[dict[str, Any]]], Task],
+    jobs: int,
+) -> bool:
+    """Keep all processes at work; False if none is. They begin, and so live, with Ctrl-C blocked: it reaches all processes of a
+    terminal, and one that it ends while it starts would leave the pool waiting for it; only the parent acts on it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return {pool.submit(measure, point): point for point in missing}
+        while len(running) < jobs and (task := take()):
+            running[pool.submit(measure, task)] = task
+        return bool(running)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -217,23 +259,47 @@ def _read(path: Path, mark: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(point: Point, hardware: str, seed: int) -> dict[str, Any]:
-    workload = WORKLOADS[point.workload]
-    name = {"system": point.system, "model": point.model, "gpus": point.gpus, "workload": point.workload}
-    system = "laminar" if point.policy else point.system
-    split = point.split or PAPER_SPLITS.get((system, point.model, point.gpus))
-    if point.policy is None and point.system != PLACEMENT:
-        found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
-        rate = {"throughput_tokens_per_s": found.pace.tokens_per_s}
-        return name | rate | found.pace.report() | {"split": found.split}
-    scenario = Scenario(
-        model=point.model, hardware=hardware, gpus=point.gpus, split=split, workload=workload, seed=seed
+def _measure(task: Task, hardware: str, seed: int) -> list[dict[str, Any]]:
+    """The rows of its points."""
+    begun: Begun | None = None
+    rows = []
+    for point in task:
+        name = {"system": point.system, "model": point.model, "gpus": point.gpus, "workload": point.workload}
+        if point.system == PLACEMENT:
+            begun = searched(_scenario(point, hardware, seed))
+            train, rollout = begun.scenario.split or (0, 0)
+            rows.append(name | {"split": f"{train}/{rollout}", "throughput_tokens_per_s": begun.tokens_per_s})
+        elif point.policy is None:
+            rows.append(name | _baseline(point, hardware, seed))
+        else:
+            scenario = _scenario(point, hardware, seed).under(point.policy)
+            assert begun is None or begun.scenario == replace(scenario, split=begun.scenario.split), "another run"
+            row = (begun.finish() if begun else simulate(scenario)[1]) | name
+            del row["queue"]["series"]  # of long runs
+            rows.append(row)
+    return rows
+
+
+def _baseline(point: Point, hardware: str, seed: int) -> dict[str, Any]:
+    workload, split = (
+        WORKLOADS[point.workload],
+        point.split or PAPER_SPLITS.get((point.system, point.model, point.gpus)),
     )
-    if point.policy is None:
-        return name | searched(scenario)
-    row = simulate(scenario.under(point.policy))[1] | name
-    del row["queue"]["series"]  # of long runs
-    return row
+    found = baselines.place(point.system, point.model, hardware, point.gpus, workload, seed, split)
+    return {"throughput_tokens_per_s": found.pace.tokens_per_s} | found.pace.report() | {"split": found.split}
+
+
+def _scenario(point: Point, hardware: str, seed: int) -> Scenario:
+    """Of Laminar at this point, under the paper's policy."""
+    split = point.split or PAPER_SPLITS.get(("laminar", point.model, point.gpus))
+    return Scenario(
+        model=point.model,
+        hardware=hardware,
+        gpus=point.gpus,
+        split=split,
+        workload=WORKLOADS[point.workload],
+        seed=seed,
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:

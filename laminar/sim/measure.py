@@ -5,6 +5,7 @@ iterations; the first ones are warm-up. KV use is sampled at a fixed period over
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -68,7 +69,7 @@ class Measures:
         seconds = end.at - begin.at
         latencies = sorted(value for at, value in self.latencies if begin.at < at <= end.at)
         kv_use = [share for at, share in self.kv_use if begin.at < at <= end.at]
-        throughput = sum(i.num_tokens for i in window) / seconds
+        throughput = tokens_per_s(self.iterations, self.warmup)
         found = {
             "throughput_tokens_per_s": throughput,
             "generation_tokens_per_s": (end.num_generated - begin.num_generated) / seconds,
@@ -92,6 +93,11 @@ class Measures:
         """The buffer as a queue over the measured window; `dropped` = trajectories by reason, of the whole run."""
         window = self.iterations[self.warmup - 1 :]
         return account(self.queue, [(iteration.step, iteration.at) for iteration in window], dropped)
+
+
+def tokens_per_s(iterations: Sequence[Iteration], warmup: int) -> float:
+    """Throughput over all but the first `warmup`, at least one; there is one more at the least."""
+    return sum(i.num_tokens for i in iterations[warmup:]) / (iterations[-1].at - iterations[warmup - 1].at)
 
 
 def _mean(counts: Counter[int]) -> float:

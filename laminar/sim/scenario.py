@@ -1,6 +1,5 @@
 """One simulated run by its choices, and everything that follows from them."""
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +13,15 @@ from laminar.sim import placement
 from laminar.sim.cluster import MODELS, Cluster, Software
 from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
-from laminar.sim.measure import Measures
+from laminar.sim.measure import Measures, tokens_per_s
 from laminar.sim.policies import Policy
 from laminar.sim.workload import Workload
 from laminar.sim.world import CHECK_ALL_EVERY, EVENTS_MAX, STALL_S, World
 
 SPLIT_TOLERANCE = 0.1
 SEARCHED_PARTS = (6, 8, 10, 12)  # sixteenths that a search tries as rollout GPUs
-SEARCH_WARMUP = (
-    2  # iterations before, and as many measured: enough to rank placements that differ by an eighth of the GPUs
-)
+SEARCH_WARMUP = 2  # iterations before those that a search measures
+SEARCH_ITERATIONS = 4  # in all: enough to rank placements that differ by an eighth of the GPUs
 SPLIT_PARTS = 16  # placements are whole sixteenths of the GPUs, rounded to replicas
 OUTSTANDING_BATCHES = 4
 """Limit of groups in flight and buffered, in global batches. By Little's law a group is then trained at most so many iterations
@@ -171,35 +169,56 @@ class Scenario:
 def simulate(scenario: Scenario, events_max: int = EVENTS_MAX) -> tuple[World, dict[str, Any]]:
     """Run it. The world as it ended, and a summary for JSON."""
     world = scenario.world()
-    begun = time.perf_counter()
     world.run(events_max)
-    elapsed_s = time.perf_counter() - begun
-    return world, summary(scenario, world) | {"elapsed_s": round(elapsed_s, 2)}
+    return world, summary(scenario, world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A run as far as a search went."""
+
+    scenario: Scenario
+    world: World
+    tokens_per_s: float
+    """Throughput in the iterations that the search measures."""
+
+    def finish(self) -> dict[str, Any]:
+        """Go on with it to its end: the summary of `simulate`."""
+        self.world.run()
+        return summary(self.scenario, self.world)
 
 
 def optimized(scenario: Scenario) -> Scenario:
     """The scenario at the best of a few placements, by short runs. Raises ConfigError if none is possible."""
-    train, rollout = searched(scenario)["split"].split("/")
-    return replace(scenario, split=(int(train), int(rollout)))
+    return replace(scenario, split=searched(scenario).scenario.split)
 
 
-def searched(scenario: Scenario) -> dict[str, Any]:
-    """The best placement of a few, and its throughput in a short run. Raises ConfigError if none is possible."""
+def searched(scenario: Scenario) -> Begun:
+    """The run at the best placement of a few, begun as far as the search went. Raises ConfigError if none is possible."""
     parallel = MODELS[scenario.model].tensor_parallel
     rollouts = [scenario.gpus * part // SPLIT_PARTS // parallel * parallel for part in SEARCHED_PARTS]
     splits = [(scenario.gpus - rollout, rollout) for rollout in rollouts if 0 < rollout < scenario.gpus]
     if not splits:
         raise ConfigError(f"--gpus {scenario.gpus}: no split leaves a trainer and one replica of {scenario.model}")
-    short = replace(scenario, warmup=SEARCH_WARMUP, iterations=2 * SEARCH_WARMUP)
     asked = placement.demand(scenario.workload, scenario.seed)
     bounds = {
-        split: placement.bound_tokens_per_s(replace(short, split=split).cluster(), asked, scenario.num_requests_max)
+        split: placement.bound_tokens_per_s(replace(scenario, split=split).cluster(), asked, scenario.num_requests_max)
         for split in splits
     }
-    (train, rollout), rate = placement.best(
-        bounds, lambda split: float(simulate(replace(short, split=split))[1]["throughput_tokens_per_s"]), float
+    measured = placement.best(
+        bounds, lambda split: _begun(replace(scenario, split=split)), lambda begun: begun.tokens_per_s
     )
-    return {"split": f"{train}/{rollout}", "throughput_tokens_per_s": rate}
+    return measured[1]
+
+
+def _begun(scenario: Scenario) -> Begun:
+    """Until the last iteration that a search measures has its batch: from then on its end is known."""
+    scenario = replace(scenario, iterations=max(scenario.iterations, SEARCH_ITERATIONS))
+    world = scenario.world()
+    world.run(until=lambda: world.core.state.trainer.running >= SEARCH_ITERATIONS)
+    updates = world.training.updates()
+    rate = tokens_per_s(updates, SEARCH_WARMUP) if len(updates) > SEARCH_WARMUP else 0.0  # the run has failed
+    return Begun(scenario=scenario, world=world, tokens_per_s=rate)
 
 
 def summary(scenario: Scenario, world: World) -> dict[str, Any]:
@@ -233,6 +252,7 @@ def summary(scenario: Scenario, world: World) -> dict[str, Any]:
         "faults": dict(world.measures.faults),
         "alarms": dict(world.measures.alarms),
         "trace": world.trace.hexdigest() if world.trace is not None else "",
+        "elapsed_s": round(world.elapsed_s, 2),
     }
     if len(world.measures.iterations) > scenario.warmup > 0:
         found |= world.measures.summary()

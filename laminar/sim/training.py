@@ -49,6 +49,14 @@ class Training:
             actions.RecordTrajectories: self._on_record_trajectories,
         }
 
+    def updates(self) -> list[Iteration]:
+        """Those made, and the one that is being made, as it will have ended if the trainer lives (`num_generated` is 0)."""
+        coming = [
+            Iteration(step=step, at=self.free_at, num_tokens=num_tokens, num_generated=0)
+            for step, num_tokens in self._batch_tokens.items()
+        ]
+        return [*self.world.measures.iterations, *coming]
+
     def crash(self) -> None:
         """A rank dies, and with it the launch and all that it did since its checkpoint."""
         died, self.incarnation = self.incarnation, self.incarnation + 1

@@ -20,7 +20,9 @@ from laminar.ids import derive_seed
 
 _NORMAL = NormalDist()
 SIGMA = math.log(10.0) / _NORMAL.inv_cdf(0.99)  # P99 = 10 x median
-DRAWS_KEPT = 2**18  # a run of the grid draws 150,000, and the next one the same; 0.1 kB each, 0.5 with tool calls
+DRAWS_KEPT = (
+    2**20
+)  # the grid's runs draw the same 150,000, partial rollout others, with and without tool calls: 600,000 in all
 LENGTH_STREAM = 3  # keeps a response's length apart from its tool calls
 CHANCE_MAX = 1.0 - 2.0**-53  # the largest float below 1
 

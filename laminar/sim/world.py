@@ -9,6 +9,7 @@ trajectory, nothing started or trained twice). Every 10,000 events and at the en
 
 import hashlib
 import math
+import time
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -70,6 +71,9 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._timer_at: float | None = None
+        self._begun = False
+        self.elapsed_s = 0.0
+        """Wall time that it took so far."""
         self.stall_s = STALL_S
         self._moved: tuple[int, ...] = ()
         self._moved_at = 0.0
@@ -83,14 +87,19 @@ class World:
 
     # ---- running -----------------------------------------------------------------------------------------------
 
-    def run(self, events_max: int = EVENTS_MAX) -> None:
-        """Until the run is over. Raises SimulationError if an invariant breaks, or if nothing can happen any more."""
-        self.begin()
-        while not self.core.state.finished:
+    def run(self, events_max: int = EVENTS_MAX, until: Callable[[], bool] = lambda: False) -> None:
+        """Until the run is over, or `until` is true; then it can be gone on with by another call. Raises SimulationError if an
+        invariant breaks, or if nothing can happen any more."""
+        began = time.perf_counter()
+        if not self._begun:
+            self.begin()
+        while not (self.core.state.finished or until()):
             if self.core.state.seq > events_max:
                 raise SimulationError(f"the run does not end: event {self.core.state.seq}, at {self.now:.1f} s")
             self.happen()
-        self.end()
+        if self.core.state.finished:
+            self.end()
+        self.elapsed_s += time.perf_counter() - began
 
     def happen(self) -> None:
         """Let the next thing happen. Raises SimulationError as `run` does."""
@@ -135,6 +144,7 @@ class World:
 
     def begin(self) -> None:
         """The first events: relays, trainer, replicas."""
+        self._begun = True
         self.send(events.RunStarted(boot=1))
         self.relays.begin()
         self.send(

@@ -49,10 +49,20 @@ def format_id(value: int) -> str:
 
 def derive_seed(seed: int, *parts: int) -> int:
     """A 63-bit seed from a run seed and a path of integers (splitmix64), equal on every machine and Python."""
+    return _mixed(seed, parts) >> 1
+
+
+def derive_seeds(seed: int, *parts: int, num: int) -> list[int]:
+    """`derive_seed(seed, *parts, 0)`, `derive_seed(seed, *parts, 1)` … : `num` seeds, and the common path is followed once."""
+    state = _mixed(seed, parts)
+    return [_mixed(state, (number,)) >> 1 for number in range(num)]
+
+
+def _mixed(seed: int, parts: tuple[int, ...]) -> int:
     state = seed & 0xFFFFFFFFFFFFFFFF
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
-    return state >> 1
+    return state

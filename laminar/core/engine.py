@@ -264,7 +264,7 @@ def _run_pass(turn: Turn, name: str) -> bool:
     """Decide until there is nothing more to decide. True if anything was."""
     propose, apply = _PASSES[name]
     state, progressed = turn.state, False
-    if name in state.skipped or (state.held and any(held.pass_name == name for held in state.held.values())):
+    if (state.skipped or state.held) and _is_suspended(state, name):
         return False
     turn.begin_pass()
     for _ in range(DECISIONS_MAX):
@@ -279,6 +279,11 @@ def _run_pass(turn: Turn, name: str) -> bool:
         apply(turn, decision)
         progressed = True
     raise AssertionError(f"pass {name} proposed {DECISIONS_MAX} decisions for event {turn.cause}")
+
+
+def _is_suspended(state: State, name: str) -> bool:
+    """Whether a decision of the pass is held, or was skipped just now."""
+    return name in state.skipped or any(held.pass_name == name for held in state.held.values())
 
 
 def _settle(turn: Turn) -> None:

@@ -88,6 +88,8 @@ def _fail(turn: Turn, evaluation: Evaluation) -> None:
 
 def deadline(state: State, timeout_s: float) -> float:
     """When the first evaluation under way has lasted too long; 0 = none is under way."""
+    if not state.evaluations:
+        return 0.0
     under_way = [e.since for e in state.evaluations if e.worker is not None and not e.done]
     return min(under_way) + timeout_s if under_way else 0.0
 

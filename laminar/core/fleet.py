@@ -134,15 +134,16 @@ def on_drain(turn: Turn, event: DrainRequested) -> None:
 
 def release_drained(turn: Turn) -> bool:
     """Replicas that were to leave and have nothing left to do leave. True if there were any."""
-    changed = map(turn.state.replicas.__getitem__, turn.state.dirty)
-    done = [replica for replica in changed if replica.draining and not replica.attempts and not replica.incoming]
+    replicas = turn.state.replicas
+    leaving = [replicas[worker] for worker in turn.state.dirty if replicas[worker].draining]
+    done = [replica for replica in leaving if not (replica.attempts or replica.incoming)]
     if not done:
         return False
     evaluating = [evaluation.worker for evaluation in turn.state.evaluations if not evaluation.done]
-    leaving = [replica for replica in done if replica.id not in evaluating]
-    for replica in leaving:
+    free = [replica for replica in done if replica.id not in evaluating]
+    for replica in free:
         _remove(turn, replica, "drained", lost=False)
-    return bool(leaving)
+    return bool(free)
 
 
 def on_refreshed(turn: Turn, event: ReplicaRefreshed) -> None:

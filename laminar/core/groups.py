@@ -15,7 +15,7 @@ from laminar.core.events import AbortedAttempt, FailedAttempt, FinishedAttempt, 
 from laminar.core.prompts import draw
 from laminar.core.records import Group, GroupState, Replica, State, Timings, Trajectory, TrajectoryState
 from laminar.core.turn import Turn
-from laminar.ids import GroupId, TrajectoryId, derive_seed, make_id
+from laminar.ids import GroupId, TrajectoryId, derive_seeds, make_id
 
 SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
 
@@ -32,14 +32,15 @@ def open_group(turn: Turn) -> Group:
     state.num_groups += 1
     group_id = GroupId(make_id(state.boot, state.num_groups))
     group = Group(id=group_id, prompt=draw(state.prompts, settings), trajectories=[], num_open=settings.group_size)
-    for sibling in range(settings.group_size):
+    seeds = derive_seeds(settings.seed, SAMPLING_STREAM, group_id, num=settings.group_size)
+    for sibling, seed in enumerate(seeds):
         state.num_trajectories += 1
         trajectory = Trajectory(
             id=TrajectoryId(make_id(state.boot, state.num_trajectories)),
             group=group_id,
             prompt=group.prompt,
             sibling=sibling,
-            seed=derive_seed(settings.seed, SAMPLING_STREAM, group_id, sibling),
+            seed=seed,
         )
         state.trajectories[trajectory.id] = trajectory
         group.trajectories.append(trajectory.id)

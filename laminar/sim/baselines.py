@@ -21,6 +21,7 @@ from laminar.sim.request import Request
 from laminar.sim.workload import Workload
 
 BASELINE_STREAM = 79
+SEEDS_KEPT = 2**18  # partial rollout begins 150,000 trajectories at every placement, the same ones
 BATCHES_KEPT = 10  # two at each of five placements: `one_step` and `stream` generate the same ones
 MINI_BATCHES = 16  # updates of one iteration, as in the paper
 SPLIT_PARTS, SPLIT_SIXTEENTHS = range(4, 13, 2), 16  # parts of the GPUs given to rollouts: each system gets its best
@@ -60,7 +61,7 @@ class Job:
             attempt=1,
             group=GroupId(number // self.group_size),
             version=Version(0, 0),
-            draw=self.workload.draw(derive_seed(self.seed, BASELINE_STREAM, number), 0),
+            draw=self.workload.draw(_seed(self.seed, number), 0),
             num_prompt_tokens=prompt,
             num_tokens=0,
             submitted_at=at,
@@ -70,6 +71,11 @@ class Job:
     def tokens(self, request: Request) -> int:
         """Prompt + response tokens."""
         return request.num_prompt_tokens + request.draw.num_tokens
+
+
+@lru_cache(maxsize=SEEDS_KEPT)
+def _seed(seed: int, number: int) -> int:
+    return derive_seed(seed, BASELINE_STREAM, number)
 
 
 @lru_cache(maxsize=BATCHES_KEPT)

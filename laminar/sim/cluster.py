@@ -6,6 +6,7 @@ Units: seconds, bytes, tokens, FLOPs; bandwidths in bytes/s. A cluster is immuta
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from laminar.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, Hardware, requests_memory_bound
 
@@ -134,8 +135,11 @@ class Cluster:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Compute-bound prefill of `num_tokens`: 2 N FLOPs a token; attention's quadratic part is left out."""
-        flops = self.model.tensor_parallel * self.hardware.peak_flops * self.software.prefill_flops_share
-        return 2.0 * self.model.num_parameters * num_tokens / flops
+        return 2.0 * self.model.num_parameters * num_tokens / self._prefill_flops
+
+    @cached_property
+    def _prefill_flops(self) -> float:
+        return self.model.tensor_parallel * self.hardware.peak_flops * self.software.prefill_flops_share
 
     def pull_s(self) -> float:
         """A replica's TP ranks read their parts from the relay over PCIe, at once."""

@@ -49,6 +49,8 @@ class DecodeModel:
         """How many whole steps, at most `num_steps_max`, are over after `seconds`, and how long they took."""
         if seconds < 0.0 or num_steps_max <= 0:
             return 0, 0.0
+        if seconds < self.weights_s + self.overhead_s:
+            return 0, 0.0
         found = int(min(num_steps_max, self._steps_memory_bound(num_running, kv_tokens, seconds)))
         found_s = self.steps_s(num_running, kv_tokens, found)
         while found and found_s > seconds:

@@ -51,7 +51,7 @@ that is best with the paper's."""
 PLACEMENT = "placement"
 """The system whose row is the search for Laminar's placement."""
 SHARED = {PLACEMENT: "search", "laminar": "search", "one-step": "batches", "stream": "batches"}
-"""Systems that share work at a cell of the grid: `laminar` goes on with the short run that won the search, and two baselines generate
+"""Systems that share work at a cell of the grid: `laminar` goes on with the short run that won the search, two baselines generate
 the same batches."""
 PAPER_SPEEDUPS = {"sync": 2.56, "one-step": 1.98, "stream": 1.93, "partial": 1.39}
 """Mean over the grid, math workload."""

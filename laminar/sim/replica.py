@@ -171,8 +171,11 @@ class Replica:
 
     def _turn(self, now: float) -> Outcome:
         self._count_steps(now)
-        if self._joining or self._aborting or self._returns_due(now):
+        if self._joining or self._aborting or (self._returns and self._returns[0][0] <= now + EPSILON_S):
             self._finish_step(now)
+            if self.boundary > now + EPSILON_S:
+                self.wake_at = self.boundary  # what joins, leaves or returns waits for the step's end
+                return NOTHING
         outcome = self._change(now) if self.boundary <= now + EPSILON_S else NOTHING
         self._set_wake(now)
         return outcome
@@ -182,7 +185,7 @@ class Replica:
             self._num_returned = sum(at <= now for at, *_ in self._returns)
             return
         num = self._next_change - self.steps
-        if now <= self.boundary or num <= 0 or self.num_running == 0:
+        if num <= 0 or now <= self.boundary or not self.num_running:
             return
         passed_s, seconds = now - self.boundary + EPSILON_S, self._until_change_s()
         if seconds > passed_s:
@@ -245,9 +248,6 @@ class Replica:
         request = self._due[0][3]
         return request.next_pause == len(request.draw.pauses)
 
-    def _returns_due(self, now: float) -> bool:
-        return bool(self._returns) and self._returns[0][0] <= now + EPSILON_S
-
     def _wake_at_step_end(self, now: float) -> None:
         if self.hung or self._step_end() <= now + EPSILON_S:
             self._count_steps(now)
@@ -261,26 +261,28 @@ class Replica:
         return self.boundary + self.model.step_s(self.num_running, self.kv_tokens)
 
     def _set_wake(self, now: float) -> None:
-        wake = max(self._returns[0][0], self.boundary) if self._returns else math.inf
+        boundary = self.boundary
+        wake = max(self._returns[0][0], boundary) if self._returns else math.inf
         if self._joining or self._aborting:
-            wake = min(wake, max(now, self.boundary))
-        if self.num_running and wake > self.boundary:
-            wake = min(wake, self.boundary + self._until_change_s())
-        self.wake_at = max(now, wake)
+            wake = min(wake, max(now, boundary))
+        if self.num_running and wake > boundary and (change := boundary + self._until_change_s()) < wake:
+            wake = change
+        self.wake_at = wake if wake > now else now
 
     def _begin(self, request: Request) -> None:
         self._num_runs += 1
         request.began_step, request.run = self.steps, self._num_runs
-        pauses = request.draw.pauses
-        target = pauses[request.next_pause].at if request.next_pause < len(pauses) else request.draw.num_tokens
-        due = self.steps + max(0, target - request.num_tokens)
-        heappush(self._due, (due, request.trajectory, request.run, request))
+        draw = request.draw
+        target = draw.pauses[request.next_pause].at if request.next_pause < len(draw.pauses) else draw.num_tokens
+        left = target - request.num_tokens
+        due = self.steps + left if left > 0 else self.steps
+        heappush(self._due, (due, request.trajectory, self._num_runs, request))
         self.num_running += 1
 
     def _stop(self, request: Request) -> None:
         """It no longer runs; its KV stays."""
         if request.began_step >= 0:
-            request.num_tokens = request.length(self.steps)
+            request.num_tokens += self.steps - request.began_step
             request.began_step, request.run = -1, 0
             self.num_running -= 1
 
@@ -293,15 +295,16 @@ class Replica:
 
     def _end_due(self) -> list[Request]:
         """Requests whose last token, or last token before a tool call, has come. Those that have finished."""
-        finished, queue = [], self._due
-        while queue and queue[0][0] <= self.steps:
+        finished, queue, steps = [], self._due, self.steps
+        while queue and queue[0][0] <= steps:
             _, _, run, request = heappop(queue)
             if run != request.run:
                 continue
-            if request.next_pause < len(request.draw.pauses):
+            pauses = request.draw.pauses
+            if request.next_pause < len(pauses):
                 self._stop(request)
                 request.paused = True
-                back_at = self.boundary + request.draw.pauses[request.next_pause].latency_s
+                back_at = self.boundary + pauses[request.next_pause].latency_s
                 heappush(self._returns, (back_at, request.trajectory, request.attempt, request))
             else:
                 self._release(request)
@@ -326,18 +329,19 @@ class Replica:
 
     def _return_due(self, now: float) -> None:
         """The environment has answered: its tokens are prefilled, decoding goes on."""
-        prefill = 0
-        while self._returns_due(now):
-            request = heappop(self._returns)[3]
+        prefill, returns, latest = 0, self._returns, now + EPSILON_S
+        while returns and returns[0][0] <= latest:
+            request = heappop(returns)[3]
             if not request.paused:
                 continue
             added = request.draw.pauses[request.next_pause].num_tokens
             request.next_pause += 1
             request.paused = False
             request.num_tokens += added
-            self.kv_tokens += added
+            request.tool_tokens -= added
             prefill += added
             self._begin(request)
+        self.kv_tokens += prefill
         self._prefill(prefill)
 
     def _prefill(self, num_tokens: int) -> None:

@@ -31,6 +31,8 @@ class Request(msgspec.Struct, kw_only=True):
     """Number of its present run in this engine, 0 = it does not run; what was planned for another run is void."""
     first_run_at: float = -1.0
     paused: bool = False
+    tool_tokens: int = 0
+    """Tokens that tools will still add."""
 
     def length(self, step: int) -> int:
         """Response tokens at the engine's step count `step`."""
@@ -38,10 +40,8 @@ class Request(msgspec.Struct, kw_only=True):
 
     def first_end(self, step: int) -> int:
         """Step count before which it cannot finish: it makes a token a step, but for those that tools will add."""
-        end = step + self.draw.num_tokens - self.length(step)
-        for pause in self.draw.pauses[self.next_pause :]:
-            end -= pause.num_tokens
-        return end
+        since = step if self.began_step < 0 else self.began_step
+        return since + self.draw.num_tokens - self.num_tokens - self.tool_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Ends:
 
     def add(self, request: Request, step: int) -> None:
         """One more request, at the engine's step count `step`."""
+        request.tool_tokens = sum([pause.num_tokens for pause in request.draw.pauses[request.next_pause :]])
         heappush(self._heap, (request.first_end(step), request.trajectory, request.attempt, request))
 
     def first(self, step: int, present: Mapping[TrajectoryId, Request]) -> int | None:

@@ -64,11 +64,11 @@ class Workload:
     def draw(self, seed: int, step: int) -> Draw:
         """The response of the trajectory with this sampling seed under weights of `step`."""
         scale = (1.0 + self.growth_per_step) ** step
-        calls = self.calls_max, self.call_tokens, self.call_latency_s
         if not self.lengths:
-            return _log_normal(seed, self.median * scale, self.tokens_max, *calls)
+            median = self.median * scale
+            return _log_normal(seed, median, self.tokens_max, self.calls_max, self.call_tokens, self.call_latency_s)
         observed = self.lengths[int(_chance(seed) * len(self.lengths))] * scale
-        return _draw(seed, observed, self.tokens_max, *calls)
+        return _draw(seed, observed, self.tokens_max, self.calls_max, self.call_tokens, self.call_latency_s)
 
     def mean_tokens(self, step: int = 0, num: int = 20_000) -> float:
         """Mean response tokens, from `num` quantiles of the distribution."""

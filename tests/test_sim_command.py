@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -229,6 +231,35 @@ def test_a_grid_goes_on_where_it_was(tmp_path, one_point, capsys):
         file.write('{"key": "cut off')
     assert grid.run(one_point, path, "H800", 0) == first
     assert capsys.readouterr().err == "", "nothing was run again"
+
+
+def test_what_shares_work_is_one_task_and_the_longest_come_first_but_for_one_of_each_kind():
+    points = grid.points(["7B"], [64, 128, 256], ["math"])
+    searches = [point.search for point in points if point.system == "laminar"]
+    tasks = grid.tasks_of([*searches, *points])
+    assert sorted(point.key for task in tasks for point in task) == sorted(p.key for p in [*searches, *points])
+    kinds = {tuple(point.system for point in task) for task in tasks}
+    assert {("placement", "laminar"), ("one-step", "stream")} < kinds
+    first, rest = tasks[: len(kinds)], tasks[len(kinds) :]
+    assert {task[0].gpus for task in first} == {64}, "an error of any system shows early"
+    costs = [sum(point.cost for point in task) for task in rest]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_a_point_waits_for_its_search_and_nothing_else():
+    searched, follows = (grid.points(["7B"], [gpus], ["math"])[-1] for gpus in (64, 128))
+    assert searched.search is not None
+    assert follows.search is not None
+    tasks = [(follows,), (follows.search,), (searched,)]
+    rows = {searched.search.key: {"split": "16/48"}}
+    take = partial(grid._take, tasks, rows)
+    assert take() == (follows.search,)
+    assert take() == (replace(searched, split=(16, 48)),)
+    assert take() is None, "its search is not done"
+    rows[follows.search.key] = {"split": "64/64"}
+    assert take() == (replace(follows, split=(64, 64)),)
+    assert take() is None
+    assert not tasks
 
 
 def test_two_processes_make_the_same_rows_as_one(tmp_path, capsys):

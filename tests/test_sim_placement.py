@@ -8,7 +8,7 @@ from laminar.roofline import HARDWARE
 from laminar.sim import placement
 from laminar.sim.baselines import Job, partial_rollout, place
 from laminar.sim.cluster import MODELS, Cluster
-from laminar.sim.scenario import Scenario
+from laminar.sim.scenario import Scenario, searched, simulate
 from laminar.sim.workload import WORKLOADS
 
 FEW = {"batch_groups": 32, "warmup": 4, "num_measured": 4}
@@ -70,6 +70,33 @@ def test_a_baseline_gets_the_placement_that_measuring_all_would_give():
     found = place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0)
     alone = [place("one-step", "7B", "H800", 16, WORKLOADS["math"], 0, split=(16 - n, n)) for n in (4, 6, 8, 10, 12)]
     assert found == max(alone, key=lambda placed: placed.pace.tokens_per_s)
+
+
+SMALL = Scenario(model="7B", gpus=16, workload=WORKLOADS["tool"], batch_groups=24, group_size=4, iterations=6, warmup=4)
+
+
+def comparable(summary: dict) -> dict:
+    return summary | {"elapsed_s": 0.0}
+
+
+def test_a_search_finds_the_placement_that_short_runs_to_their_end_would_find():
+    """A search stops when the last batch that it measures is leased: the end of its step is known by then."""
+    splits = [(10, 6), (8, 8), (6, 10), (4, 12)]
+    short = {split: simulate(replace(SMALL, split=split, warmup=2, iterations=4))[1] for split in splits}
+    found = searched(SMALL)
+    rates = {split: summary["throughput_tokens_per_s"] for split, summary in short.items()}
+    assert found.scenario.split == max(rates, key=rates.__getitem__)
+    assert found.tokens_per_s == max(rates.values())
+
+
+def test_going_on_with_the_run_of_a_search_is_running_it_from_scratch():
+    found = searched(SMALL)
+    alone = simulate(replace(SMALL, split=found.scenario.split))[1]
+    assert comparable(found.finish()) == comparable(alone)
+
+
+def test_a_run_shorter_than_a_search_is_placed_all_the_same():
+    assert searched(replace(SMALL, iterations=2, warmup=1)).scenario.split == searched(SMALL).scenario.split
 
 
 @pytest.mark.parametrize("split", [(512, 512), (320, 192), (40, 24)])

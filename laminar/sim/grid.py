@@ -53,6 +53,14 @@ PLACEMENT = "placement"
 SHARED = {PLACEMENT: "search", "laminar": "search", "one-step": "batches", "stream": "batches"}
 """Systems that share work at a cell of the grid: `laminar` goes on with the short run that won the search, two baselines generate
 the same batches."""
+COSTS = {
+    PLACEMENT: (8.0, 0.06),
+    "partial": (3.0, 0.05),
+    "stream": (1.0, 0.0),
+    "one-step": (1.0, 0.0),
+    "sync": (0.2, 0.0),
+}
+"""CPU seconds of a point, and of each replica that its GPUs make; twice as much with tool calls."""
 PAPER_SPEEDUPS = {"sync": 2.56, "one-step": 1.98, "stream": 1.93, "partial": 1.39}
 """Mean over the grid, math workload."""
 PAPER_TOOL = 2.62
@@ -84,10 +92,10 @@ class Point:
 
     @property
     def cost(self) -> float:
-        """Roughly proportional to the time it takes, for the time left: GPUs count, and whether the system runs the core."""
-        if self.policy or self.system == PLACEMENT:
-            return float(self.gpus)
-        return self.gpus * (0.4 if self.system == "partial" else 0.05)
+        """Roughly proportional to the time it takes: some of it goes with the trajectories, some with the replicas."""
+        fixed, each = (12.0, 0.05) if self.policy else COSTS[self.system]
+        num_replicas = self.gpus / MODELS[self.model].tensor_parallel
+        return (fixed + each * num_replicas) * (2.0 if WORKLOADS[self.workload].calls_max else 1.0)
 
     @property
     def policy(self) -> Policy | None:

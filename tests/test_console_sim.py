@@ -66,7 +66,7 @@ def idle(target: sim.Simulated, transfers: list[dict[str, Any]]) -> str:
     """A replica that has no part in these transfers, with the least to do."""
     busy = {row[end] for row in transfers for end in ("source", "destination")}
     fleet = records(ask(target, "fleet").tables[0])
-    return str(min((row for row in fleet if row["replica"] not in busy), key=lambda row: row["kv_tokens"])["replica"])
+    return str(min((row for row in fleet if row["replica"] not in busy), key=lambda row: row["kv_share"])["replica"])
 
 
 def test_going_back_and_on_again_is_the_same_run(small: sim.Simulated) -> None:
@@ -93,6 +93,24 @@ def test_what_was_changed_before_it_is_done_again(small: sim.Simulated) -> None:
     ask(small, "run until time 20")
     ask(small, "back")
     assert small.look().place.paused == ["sample"]
+
+
+def test_a_run_that_is_held_stops_when_it_gets_nowhere(small: sim.Simulated) -> None:
+    ask(small, "run until time 30")
+    ask(small, "pause dispatch sample")
+    for _ in range(4):
+        answer = small.ask("run until step 5").answer
+        if answer.lines[0].startswith("nothing has moved"):
+            break
+    assert answer.lines[0] == "nothing has moved for 600 s of the run, because of what is held"
+    assert small.look().place.step == 0
+
+
+def test_a_place_is_gone_to_whatever_is_held_on_the_way(small: sim.Simulated) -> None:
+    ask(small, "pause repack")
+    ask(small, "goto time 80")
+    assert small.look().place.time_s >= 80
+    assert small.look().place.held
 
 
 def test_back_beyond_the_beginning_is_refused(small: sim.Simulated) -> None:

@@ -90,6 +90,10 @@ def _target(options: argparse.Namespace, rest: list[str]) -> Target:
         from laminar.console.targets import sim
 
         return sim.opened(options.sim, rest)
+    if options.log is not None:
+        from laminar.console.targets import log
+
+        return log.opened(options.log)
     from laminar.console.targets import live
 
     return live.opened(options.run, options.controller)
@@ -106,7 +110,7 @@ def _sit(target: Target, options: argparse.Namespace) -> int:
         return EXIT_OK if session.run(_lines(sys.stdin)) else EXIT_REFUSED
     from laminar.console.terminal import prompt
 
-    session.take("status")
+    session.open()
     prompt.talk(session)
     return EXIT_OK
 

@@ -17,6 +17,7 @@ from laminar.console.language import Function, UsageError
 from laminar.console.view import Target, View
 from laminar.core.engine import Core
 
+STANDSTILL_S = 600.0  # longer than a train step of a simulated run, which moves nothing before its end
 ROWS = 12  # of what happened on the way
 USAGE = "until step N | until time S | until event N | for S seconds | for N events | for N steps"
 
@@ -39,6 +40,10 @@ class Track(Protocol):
     def advance(self) -> bool:
         """To the next event, or the next few if one moment brings several. False if there is none."""
 
+    @property
+    def end(self) -> str:
+        """Why there is no next event, in a sentence."""
+
     def rewind(self, seq: int) -> None:
         """To the last moment at or before event `seq`."""
 
@@ -57,6 +62,27 @@ class Until:
     def is_reached(self, core: Core, now: float) -> bool:
         """Whether it is there, or past it."""
         return core.state.seq >= self.seq or now >= self.at or core.state.trainer.step >= self.step
+
+
+class Standstill:
+    """Finds out that a run which is held gets nowhere: its timers would go on for ever."""
+
+    def __init__(self, track: Track) -> None:
+        self._seen, self._since = self._moved(track), track.now
+
+    @staticmethod
+    def _moved(track: Track) -> tuple[int, int]:
+        state = track.core.state
+        return state.ledger.tokens.total, state.trainer.step
+
+    def why(self, track: Track) -> str:
+        """Empty = it may get somewhere."""
+        held = track.core.state.holds or track.core.state.held
+        if not held or self._moved(track) != self._seen:
+            self._seen, self._since = self._moved(track), track.now
+        elif track.now - self._since > STANDSTILL_S:
+            return f"nothing has moved for {STANDSTILL_S:g} s of the run, because of what is held"
+        return ""
 
 
 class Stepper:
@@ -96,11 +122,11 @@ class Stepper:
         return self._back(view.state.seq - (_whole(words[0], "events") if words else 1))
 
     def goto(self, view: View, words: list[str]) -> Answer:
-        """`goto event N | time S | step N`: there, forward or back."""
-        until = _place(view, words)
+        """`goto event N | time S | step N | end`: there, forward or back, whatever is held on the way."""
+        until = Until() if words == ["end"] else _place(view, words)
         if until.is_reached(view.core, view.now):
             self._track.rewind(int(until.seq) if until.seq < math.inf else 0)
-        return self._forward(until)
+        return self._forward(until, stops=False)
 
     def _back(self, seq: int) -> Answer:
         if seq < 1:
@@ -108,19 +134,20 @@ class Stepper:
         self._track.rewind(seq)
         return self._arrived(self._track.core.state.seq, "")
 
-    def _forward(self, until: Until) -> Answer:
-        before, core = self._track.core.state.seq, self._track.core
-        waiting, why = dict.fromkeys(core.state.held), ""
+    def _forward(self, until: Until, *, stops: bool = True) -> Answer:
+        """`stops`: where a decision is held."""
+        before, waiting, why = self._track.core.state.seq, dict.fromkeys(self._track.core.state.held), ""
+        standstill = Standstill(self._track)
         with self._interruptible():
-            while not until.is_reached(self._track.core, self._track.now):
+            while not why and not until.is_reached(self._track.core, self._track.now):
                 if not self._track.advance():
-                    why = f"the run is over: {self._track.core.state.finished or 'nothing is recorded after this'}"
-                elif any(number not in waiting for number in self._track.core.state.held):
+                    why = self._track.end
+                elif stops and any(number not in waiting for number in self._track.core.state.held):
                     why = "a decision is held: `held` shows it, `continue` applies it and goes on"
                 elif self._interrupted:
                     why = "interrupted"
-                if why:
-                    break
+                elif until.at == math.inf:
+                    why = standstill.why(self._track)
         return self._arrived(before, why)
 
     def _arrived(self, before: int, why: str) -> Answer:

@@ -12,7 +12,9 @@ from laminar.core.records import Replica, VersionRecord
 from laminar.ids import Version, format_id
 
 STORY_ROWS = 8  # of a replica's story, at the end of what is shown of it
-FLEET = "replica health version behind generating running waiting kv_share kv_tokens admits host note"
+USUAL = (health.Health.GENERATING, health.Health.DRAINING)
+"""What needs no note: `why r3` has the reason."""
+FLEET = "replica health version behind generating running waiting kv_share admits host note"
 
 
 def show_fleet(view: View, words: list[str]) -> Answer:
@@ -30,7 +32,7 @@ def show_fleet(view: View, words: list[str]) -> Answer:
 def _row(view: View, replica: Replica) -> list[Cell]:
     status = health.status(view.turn, replica)
     newer = relays.newer(view.state, replica)
-    note = "" if status.health == health.Health.GENERATING else status.reason
+    note = "" if status.health in USUAL else status.reason
     return [
         replica.id,
         status.health.value,
@@ -40,7 +42,6 @@ def _row(view: View, replica: Replica) -> list[Cell]:
         replica.num_running,
         replica.num_waiting,
         replica.kv_tokens / replica.kv_tokens_max if replica.kv_tokens_max else None,
-        replica.kv_tokens,
         max(0, replica.admit_left) if view.settings.refresh_policy == "batch" else None,
         replica.host,
         note,
@@ -53,7 +54,7 @@ def _lost(view: View) -> dict[str, health.Status]:
 
 
 def _lost_row(view: View, worker: str, status: health.Status) -> list[Cell]:
-    return [worker, status.health.value, "–", None, 0, 0, 0, None, 0, None, "", status.reason]
+    return [worker, status.health.value, "–", None, 0, 0, 0, None, None, "", status.reason]
 
 
 def _behind(view: View, version: Version | None) -> int | None:

@@ -45,15 +45,16 @@ COMMANDS = (
     Command(
         name="goto",
         part="Step",
-        usage="goto event N | time S | step N",
+        usage="goto event N | time S | step N | end",
         summary="to an event, a moment (seconds of the run), or the end of a train step",
-        arguments=(2, 2),
+        arguments=(1, 2),
+        takes="event time step end",
         only=("sim", "log"),
         elsewhere=LIVE,
         examples=(
             ("goto event 1200", "as of event 1200"),
             ("goto step 3", "when step 3 was done"),
-            ("goto time 600", ""),
+            ("goto end", "to the last event"),
         ),
     ),
     Command(

@@ -57,6 +57,10 @@ class SimulatedTrack:
             self._seqs.append(self.core.state.seq)
         return True
 
+    @property
+    def end(self) -> str:
+        return f"the run is over: {self.core.state.finished}"
+
     def post(self, event: events.AnyEvent) -> int:
         """An operator's word; its sequence number."""
         self._words[len(self._seqs)] = event

@@ -55,7 +55,7 @@ def _facts(facts: dict[str, Cell]) -> RichTable:
     grid.add_column(overflow="fold")
     for name, value in facts.items():
         if value is not None:
-            grid.add_row(heading(name), Text(formatted(name, value), style=STYLES.get(str(value), "")))
+            grid.add_row(heading(name), _cell(name, value))
     return grid
 
 
@@ -63,17 +63,19 @@ def _table(table: answers.Table) -> RichTable:
     drawn = RichTable(
         box=box.SIMPLE_HEAD, title=table.title or None, title_justify="left", title_style="bold", pad_edge=False
     )
-    for place, name in enumerate(table.columns):
+    filled = [place for place in range(len(table.columns)) if any(row[place] not in (None, "") for row in table.rows)]
+    for place in filled:
         cells = [row[place] for row in table.rows]
         number = any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
-        drawn.add_column(heading(name), justify="right" if number else "left", overflow="fold")
+        drawn.add_column(heading(table.columns[place]), justify="right" if number else "left", overflow="fold")
     for row in table.rows:
-        cells_drawn = [
-            Text(formatted(name, cell), style=STYLES.get(str(cell), ""))
-            for name, cell in zip(table.columns, row, strict=True)
-        ]
-        drawn.add_row(*cells_drawn)
+        drawn.add_row(*(_cell(table.columns[place], row[place]) for place in filled))
     return drawn
+
+
+def _cell(name: str, cell: Cell) -> Text:
+    text = formatted(name, cell)
+    return Text(text, style=STYLES.get(text, ""))
 
 
 def heading(name: str) -> str:

@@ -39,6 +39,14 @@ class Session:
                 break
         return True
 
+    def open(self) -> None:
+        """Say what is looked at, and where it is."""
+        reply = self.target.look()
+        self.place, self.names = reply.place, reply.names
+        self._show("", reply.answer)
+        self.take("status")
+        self._output.print("`help` lists the commands; Tab completes, Ctrl-D leaves", style="dim")
+
     def take(self, line: str) -> bool:
         """Carry out one line and show the answer. False if it was refused, or nobody answered."""
         try:

@@ -22,15 +22,26 @@ class Shelf:
         """Replica -> its rank and the nodes that have it."""
         self._paths: dict[int, list[list[int]]] = {}
         """Room -> the nodes that have replicas with so much room."""
+        self._questions: dict[int, list[list[int]]] = {}
+        """Requests -> the nodes that have together the replicas with room for so many."""
 
     def put(self, index: int, kv: int, requests: int) -> None:
         """From now on the replica is a possible destination."""
-        rank = kv * self._size + self._size - 1 - index
-        room = self._requests_max - requests
-        nodes = self._paths[room] if room in self._paths else self._path(room)
+        rank, nodes = self._hold(index, kv, requests)
         for node in nodes:
             insort(node, rank)
-        self._held[index] = rank, nodes
+
+    def put_on_top(self, index: int, kv: int, requests: int) -> None:
+        """`put` of one that ranks above all that are there."""
+        rank, nodes = self._hold(index, kv, requests)
+        for node in nodes:
+            node.append(rank)
+
+    def _hold(self, index: int, kv: int, requests: int) -> tuple[int, list[list[int]]]:
+        room = self._requests_max - requests
+        nodes = self._paths[room] if room in self._paths else self._path(room)
+        held = self._held[index] = kv * self._size + self._size - 1 - index, nodes
+        return held
 
     def take(self, index: int) -> None:
         """It is none any more."""
@@ -42,18 +53,22 @@ class Shelf:
         """The rank of the fullest replica other than `besides` that keeps its limits with so much more; -1 = there is none."""
         own = self._held[besides][0] if besides in self._held else -1
         beyond = (self._kv_max - kv + 1) * self._size
-        best, room = -1, requests
-        while room < self._requests_max:
-            node = self._nodes.get(room)
-            room += room & -room
-            if node is None:
-                continue
-            place = bisect_left(node, beyond) - 1
-            if place >= 0 and node[place] == own:
+        best = -1
+        for node in self._questions[requests] if requests in self._questions else self._question(requests):
+            place = bisect_left(node, beyond)
+            if place and node[place - 1] == own:
                 place -= 1
-            if place >= 0 and node[place] > best:
-                best = node[place]
+            if place and node[place - 1] > best:
+                best = node[place - 1]
         return best
+
+    def _question(self, requests: int) -> list[list[int]]:
+        nodes, at = [], requests
+        while at < self._requests_max:
+            nodes.append(self._nodes.setdefault(at, []))
+            at += at & -at
+        self._questions[requests] = nodes
+        return nodes
 
     def _path(self, room: int) -> list[list[int]]:
         path, at = [], room

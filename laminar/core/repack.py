@@ -132,11 +132,13 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
 def _shelves(group: list[Load]) -> dict[tuple[int, int], Shelf]:
     """Every candidate as a destination, by its limits. Replicas of one kind share theirs, so these are few."""
     shelves: dict[tuple[int, int], Shelf] = {}
-    for index, load in enumerate(group):
+    for load in group:
         limits = load.kv_max, load.requests_max
         if limits not in shelves:
             shelves[limits] = Shelf(kv_max=load.kv_max, requests_max=load.requests_max, size=len(group))
-        shelves[limits].put(index, load.kv_used, load.num_requests)
+    for index in sorted(range(len(group) - 1, -1, -1), key=lambda index: group[index].kv_used):  # by rank
+        load = group[index]
+        shelves[load.kv_max, load.requests_max].put_on_top(index, load.kv_used, load.num_requests)
     return shelves
 
 

@@ -38,7 +38,7 @@ class Relay:
         self,
         name: str,
         token: str = TOKEN,
-        progress_timeout_s: float = 2.0,
+        progress_timeout_s: float = 10.0,  # a starved machine may stand still for some seconds
         deltas: str = "auto",
         options: tuple[str, ...] = (),
     ) -> None:

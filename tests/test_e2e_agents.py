@@ -33,13 +33,32 @@ if Path({word!r}).exists():
     raise SystemExit("no tool server is configured")
 runpy.run_path({agent!r}, run_name="__main__")
 """
+RAISING_SAMPLER = """
+class Sampler:
+    def __init__(self):
+        self.calls = 0
+
+    def select(self, view, num_groups):
+        self.calls += 1
+        if view.step == 3:
+            raise ValueError("nothing to my taste")
+        freshest = sorted(view.groups, key=lambda group: (group.staleness, group.id))
+        return [group.id for group in freshest[:num_groups]]
+
+    def state(self):
+        return {"calls": self.calls}
+
+    def load_state(self, state):
+        self.calls = state["calls"]
+"""
+
 STEPS = 3
 TOLERANCE = 1e-3  # of log-probs of the same tokens under the same weights, by engine and trainer
 
 
-def start(directory: Path, *overrides: str, replicas: int = 1) -> Run:
+def start(directory: Path, *overrides: str, replicas: int = 1, options: tuple[str, ...] = ()) -> Run:
     hosts = hosts_file(directory, replicas=replicas)
-    return Run.start(directory, hosts, *SMALL, *overrides, config="../agent/config.toml")
+    return Run.start(directory, hosts, *SMALL, *overrides, config="../agent/config.toml", options=options)
 
 
 class Response(NamedTuple):
@@ -126,23 +145,29 @@ def test_evaluations_run_the_agent(finished: Finished) -> None:
     assert finished.run.until_said(r"greedy accuracy [\d.]+, mean reward [\d.]+ on 4 held-out prompts", 1.0)
 
 
-def test_a_lost_replica_takes_its_agents_along_and_an_agent_that_cannot_work_is_told_with_its_own_words(
+def test_a_killed_replica_and_a_raising_sampler_cost_nothing_and_agents_that_fail_are_told_in_their_own_words(
     tmp_path: Path,
 ) -> None:
-    word, agent = tmp_path / "fail", tmp_path / "agent.py"
+    word, agent, sampler = tmp_path / "fail", tmp_path / "agent.py", tmp_path / "sampler.py"
     agent.write_text(FAILING_AGENT.format(word=str(word), agent=str(AGENT)))
+    sampler.write_text(RAISING_SAMPLER)
     overrides = ("run.steps=2000", "task.eval_prompts=0", f"task.agent=['python', '{agent}']")
-    with start(tmp_path, *overrides, replicas=2) as run:
+    with start(tmp_path, *overrides, replicas=2, options=("--sampler", f"{sampler}:Sampler")) as run:
         run.until_said(r"^step 1/")
         run.until(lambda: run.status()["replicas"].get("rollout-1", {}).get("generating"))
         run.kill_worker("laminar.workers.rollout", "rollout-1")
         run.until_said(r"^rollout-1 is started again")
         (last,) = run.query("SELECT max(step) FROM metrics")[0]
-        run.until_said(rf"^step {last + 2}/")
+        run.until_said(rf"^step {max(last, 3) + 2}/")
         word.touch()
         assert run.until_said(r"agent_failed.*will not be trained on.*no tool server is configured")
         run.signal(signal.SIGINT)
         run.wait()
-        assert ledger_is_closed(run.output)
-        rows = run.query("SELECT DISTINCT group_id, behavior_version FROM trajectories WHERE trained_at IS NOT NULL")
-        assert len({group for group, _ in rows}) == len(rows) > 0, "a group has one version"
+    assert ledger_is_closed(run.output)
+    assert run.until_said(r"^alarm: worker-lost: rollout-1 was lost: ended by signal 9")
+    assert run.until_said(r"^alarm: sampler: .*Sampler.*raised ValueError: nothing to my taste")
+    rows = run.query("SELECT DISTINCT group_id, behavior_version FROM trajectories WHERE trained_at IS NOT NULL")
+    assert len({group for group, _ in rows}) == len(rows) > 0, "a group has one version"
+    trained = "FROM trajectories WHERE trained_at IS NOT NULL AND dropped IS NULL"
+    rows = run.query(f"SELECT step, count(*), count(DISTINCT id) {trained} GROUP BY step")
+    assert rows == [(step, 8, 8) for step in range(1, len(rows) + 1)], "once, and every step is full"

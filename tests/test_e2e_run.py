@@ -1,4 +1,4 @@
-"""Whole runs that go well, or well enough: the quickstart, a replica killed under way, bad prompts and bad rewards."""
+"""Whole runs that go well, or well enough: the quickstart, bad prompts and bad rewards."""
 
 import json
 import re
@@ -18,25 +18,6 @@ METRICS = {
     "perf/rollout_idle_ratio", "perf/publication_stall_s", "perf/rollout_wait_s", "perf/generation_tokens_per_s",
     "perf/training_tokens_per_s", "buffer/depth_groups", "buffer/age_s/mean", "event_loop_lag/max",
 }  # fmt: skip
-
-RAISING_SAMPLER = """
-class Sampler:
-    def __init__(self):
-        self.calls = 0
-
-    def select(self, view, num_groups):
-        self.calls += 1
-        if view.step == 3:
-            raise ValueError("nothing to my taste")
-        freshest = sorted(view.groups, key=lambda group: (group.staleness, group.id))
-        return [group.id for group in freshest[:num_groups]]
-
-    def state(self):
-        return {"calls": self.calls}
-
-    def load_state(self, state):
-        self.calls = state["calls"]
-"""
 
 REWARD = """
 import time
@@ -99,24 +80,6 @@ def _check_export(path: Path) -> None:
         tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0]
     assert len(tokens) > prompt["input_ids"].shape[1]
     assert tokenizer.decode(tokens[prompt["input_ids"].shape[1] :]).strip()
-
-
-def test_a_killed_replica_and_a_raising_sampler_cost_nothing_but_time(tmp_path: Path) -> None:
-    sampler = tmp_path / "sampler.py"
-    sampler.write_text(RAISING_SAMPLER)
-    hosts = hosts_file(tmp_path, replicas=2)
-    options = ("--sampler", f"{sampler}:Sampler")
-    with Run.start(tmp_path, hosts, *SMALL, "run.steps=40", options=options) as run:
-        run.until_said(r"^step 1/")
-        run.kill_worker("laminar.workers.rollout", "rollout-1")
-        assert run.wait() == 0, run.output
-    assert ledger_is_closed(run.output)
-    assert run.until_said(r"^alarm: worker-lost: rollout-1 was lost: ended by signal 9")
-    assert run.until_said(r"^alarm: sampler: .*Sampler.*raised ValueError: nothing to my taste")
-    assert run.until_said(r"^rollout-1 is started again")
-    # Every trajectory is trained in one step, once, under one version; every step is full.
-    rows = run.query("SELECT step, count(*), count(DISTINCT id) FROM trajectories WHERE dropped IS NULL GROUP BY step")
-    assert rows == [(step, 16, 16) for step in range(1, 41)]
 
 
 def test_bad_prompts_and_rewards_are_counted_by_name_and_never_trained(tmp_path: Path) -> None:

@@ -71,14 +71,6 @@ def _check_prompts(run: Run, steps: int) -> None:
     assert sorted(prompt for _, prompt in trained) == wanted
 
 
-def test_workers_whose_controller_was_killed_stop_and_clean_up(tmp_path: Path) -> None:
-    with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, LONG, "controller.orphan_timeout_s=1.5") as run:
-        run.until_said(r"^step 2/")
-        run.signal(signal.SIGKILL)
-        assert run.wait() == -signal.SIGKILL
-        run.until(lambda: not run.leftovers(), STOPPED_S)
-
-
 def test_the_next_start_sweeps_what_a_killed_controller_and_relay_left(tmp_path: Path) -> None:
     hosts = hosts_file(tmp_path)
     with socket.socket() as taken, Run.start(tmp_path, hosts, *SMALL, LONG) as run:

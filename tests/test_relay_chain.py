@@ -77,7 +77,7 @@ def test_a_killed_neighbour_is_reported_with_its_epoch():
 
 
 def test_a_stopped_relay_is_reported_while_bytes_are_due_and_wakes_up_fenced():
-    with chain(3, progress_timeout_s=0.5) as relays:
+    with chain(3, progress_timeout_s=1.5) as relays:
         first = relays[0].publish(1, MEDIUM)
         assert relays[2].holds(first, MEDIUM)
         relays[1].signal(signal.SIGSTOP)

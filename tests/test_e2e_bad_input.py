@@ -19,7 +19,7 @@ def test_a_worker_that_dies_at_its_start_ends_the_run_with_its_reason(tmp_path: 
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, f"model.path={model}") as run:
-        assert run.wait() == 1
+        assert run.wait() == 1, run.output
     assert run.until_said(rf"^the run failed: .*{model}.*invalid header length")
     assert "Traceback" not in run.output
     assert len(run.lines) < 20, run.output
@@ -28,7 +28,7 @@ def test_a_worker_that_dies_at_its_start_ends_the_run_with_its_reason(tmp_path: 
 def test_a_reward_that_always_raises_ends_the_run_soon_and_is_shown(tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, f"task.reward={tmp_path / 'judge.py'}:reward") as run:
-        assert run.wait() == 1
+        assert run.wait() == 1, run.output
     assert run.until_said(r"^alarm: reward_error: .*RuntimeError: the judge is not there$")
     assert run.until_said(r"^the run failed: 64 groups in a row were dropped, the last because of reward_error")
     assert ledger_is_closed(run.output)

@@ -82,7 +82,7 @@ def test_the_next_start_sweeps_what_a_killed_controller_and_relay_left(tmp_path:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with Run.start(tmp_path, hosts, *SMALL, f"controller.port={taken.getsockname()[1]}") as following:
-            assert following.wait() == 2
+            assert following.wait() == 2, following.output
         assert f"removed {left}, left behind by a run that was killed" in following.lines
         assert "choose another with controller.port" in following.output
         assert not run.shm()

@@ -71,7 +71,7 @@ def publish(ranks: list[Rank], version: Version, num_bytes: int, collector: Neig
 @contextlib.contextmanager
 def trainer(num_relays: int = 3, num_ranks: int = 2, **options: float) -> Iterator[tuple[list[Relay], list[Rank]]]:
     """A chain whose first relays have a rank each."""
-    with chain(num_relays, **({"progress_timeout_s": 10.0} | options)) as relays:
+    with chain(num_relays, **options) as relays:
         ranks = [Rank(number, num_ranks, relays[number]) for number in range(num_ranks)]
         try:
             yield relays, ranks

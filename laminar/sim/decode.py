@@ -51,7 +51,8 @@ class DecodeModel:
             return 0, 0.0
         if seconds < self.weights_s + self.overhead_s:
             return 0, 0.0
-        found = int(min(num_steps_max, self._steps_memory_bound(num_running, kv_tokens, seconds)))
+        guess = self._steps_memory_bound(num_running, kv_tokens, seconds)
+        found = int(guess) if guess < num_steps_max else num_steps_max
         found_s = self.steps_s(num_running, kv_tokens, found)
         while found and found_s > seconds:
             found -= 1

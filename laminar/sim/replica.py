@@ -226,20 +226,20 @@ class Replica:
 
     def _look_ahead(self) -> None:
         """Find the next change, after something has joined or left."""
-        queue = self._due
+        queue, steps, num_running = self._due, self.steps, self.num_running
         while queue and queue[0][2] != queue[0][3].run:
             heappop(queue)
-        self._next_change, self._change_s = queue[0][0] if queue else self.steps, None
-        if self.num_running > 1:
-            full = self.steps + (self.capacity - self.kv_tokens) // self.num_running
-            if full < self._next_change:
-                self._next_change = full
+        change = queue[0][0] if queue else steps
+        if num_running > 1 and (full := steps + (self.capacity - self.kv_tokens) // num_running) < change:
+            change = full
+        self._next_change, self._change_s = change, None
 
     def _until_change_s(self) -> float:
-        if self._change_s is None:
-            num = max(0, self._next_change - self.steps)
-            self._change_s = self.model.steps_s(self.num_running, self.kv_tokens, num)
-        return self._change_s
+        seconds = self._change_s
+        if seconds is None:
+            num = self._next_change - self.steps
+            seconds = self._change_s = self.model.steps_s(self.num_running, self.kv_tokens, num if num > 0 else 0)
+        return seconds
 
     def _next_is_end(self) -> bool:
         """Whether the next to stop running has finished then, and does not pause."""

@@ -24,7 +24,7 @@ from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
 from laminar.controller.coresettings import settings_of
 from laminar.controller.crew import Crew
-from laminar.controller.display import Display, LiveDisplay, PlainDisplay
+from laminar.controller.display import display_of
 from laminar.controller.effects import Effects
 from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.intake import Intake
@@ -42,6 +42,8 @@ from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
 from laminar.controller.upkeep import MIB
 from laminar.controller.watches import Watches
+from laminar.controller.web.dashboard import Dashboard
+from laminar.controller.web.pages import Pages
 from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
@@ -165,9 +167,10 @@ class Application:
         )
         metricsfile.agree(run.metrics, run.database, resumed)
         self._telemetry = Telemetry(self._runtime, self._log, run.metrics)
-        self._display: Display = self._make_display()
+        self._display = display_of(self._config, core.state, self._telemetry)
         which = {"run": run.name, "run_id": self._log.run_id, "boot": self._boot}
         self._telemetry.tracer = otel.start(os.environ, config.log.trace_share, self._display.say, **which)
+        self._dashboard = Dashboard(core, self._telemetry, run=run.name, now=self._runtime.now)
         self._watches = Watches(run, self._runtime, self._channels, self._log, self._alarm, self._display.say)
         on_stalled, wanted = self._watches.writer("archive"), config.log.archive == "parquet"
         self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
@@ -217,11 +220,6 @@ class Application:
     def _run_id_of(self, boot: int) -> str:
         return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"
 
-    def _make_display(self) -> Display:
-        wanted, steps = self._config.controller.console, self._config.run.steps
-        live = wanted == "live" or (wanted == "auto" and os.isatty(1))
-        return (LiveDisplay if live else PlainDisplay)(self._runtime.core.state, self._telemetry, steps)
-
     def _connect(self) -> None:
         self._runtime.perform = self._perform
         self._runtime.observe = self._observe
@@ -241,13 +239,15 @@ class Application:
             self._runtime, self._channels, status=self._status, why_stalled=self._watches.why_stalled.report
         )
         prometheus = Prometheus(self._run.name, self._runtime, self._telemetry, self._log)
-        self._server.routes = [*operator.routes(), *prometheus.routes()]
+        self._server.routes = [*operator.routes(), *prometheus.routes(), *self._dashboard.routes()]
+        self._server.open_routes = Pages(self._server.access).routes()
         self._intake.on_stacks = self._watches.why_stalled.on_stacks
 
     async def _start(self) -> None:
         self._log.start(self._channels.acknowledge)
         self._runtime.start()
         self._watches.start()
+        self._runtime.own(self._dashboard.run(), "dashboard")
         url = await self._listen()
         self._log.write(*answers.beginning(self._boot, self._runtime.core.settings, self._data_state))
         self._runtime.post(self._first_event())
@@ -268,6 +268,7 @@ class Application:
             await self._server.start(host, port)
         url = self._reach.url(self._server.port)
         write_url(self._run, url)
+        self._display.say(f"dashboard: {url}/ (token: {self._run.token})")
         return url
 
     def _first_event(self) -> events.AnyEvent:
@@ -312,10 +313,12 @@ class Application:
 
     def _perform(self, action: actions.AnyAction) -> None:
         self._telemetry.on_action(action)
+        self._dashboard.on_action(action)
         self._effects.perform(action)
 
     def _observe(self, event: events.AnyEvent) -> None:
         self._telemetry.observe(event)
+        self._dashboard.observe(event)
         if isinstance(event, events.StepFinished):
             self._display.on_step()
         elif isinstance(event, events.CheckpointSaved):
@@ -346,6 +349,7 @@ class Application:
 
     def _tell(self, name: str, text: str) -> None:
         self._telemetry.totals.on_alarm(name)
+        self._dashboard.alarm(name, text)
         self._display.say(f"alarm: {name}: {text}")
 
     def _on_signal(self, name: str) -> None:
@@ -374,6 +378,7 @@ class Application:
                 self._display.say(text)
         else:
             self._crew.launcher.leave()
+        await self._dashboard.close()
         await self._runtime.close()
         await self._server.close()
         await self._telemetry.finish()

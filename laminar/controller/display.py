@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from laminar.config import Config
 from laminar.controller.telemetry import Telemetry
 from laminar.core.records import State
 from laminar.wire import RelayReport
@@ -30,6 +31,13 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+
+
+def display_of(config: Config, state: State, telemetry: Telemetry) -> Display:
+    """As configured: live on a terminal, plain elsewhere."""
+    wanted = config.controller.console
+    live = wanted == "live" or (wanted == "auto" and os.isatty(1))
+    return (LiveDisplay if live else PlainDisplay)(state, telemetry, config.run.steps)
 
 
 def step_line(metrics: dict[str, float], steps: int, state: State) -> str:

@@ -1,8 +1,8 @@
 """The controller's HTTP side: worker channels (WebSocket), token rows for trainer ranks, and routes for people that it is given.
 
-Every route needs the run's token. A reconnect of the same worker process continues its channel (`laminar.controller.channels`), a
-new process (higher incarnation) replaces one whose connection is gone. Frames are acknowledged only when the event made of them is
-on disk.
+Every route needs the run's token (`laminar.controller.access`), but for those that tell nothing of it. A reconnect of the same
+worker process continues its channel (`laminar.controller.channels`), a new process (higher incarnation) replaces one whose
+connection is gone. Frames are acknowledged only when the event made of them is on disk.
 
 Invariants: a connection that ends, for whatever reason, is reported broken unless a newer one took its place or the worker
 said goodbye; a peer that neither reads nor writes cannot delay that, nor the end of the run.
@@ -10,7 +10,6 @@ said goodbye; a peer that neither reads nor writes cannot delay that, nor the en
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import structlog
 from aiohttp import WebSocketError, WSMessage, WSMsgType, web
 
 from laminar import wire
+from laminar.controller.access import Access
 from laminar.controller.channels import Channel, Channels
 from laminar.errors import ProtocolError, StartError
 
@@ -40,9 +40,12 @@ class Server:
         self.on_returned: Callable[[Channel], None] = lambda channel: None
         self.routes: list[web.RouteDef] = []
         """More of them, for people (`laminar.controller.operator`); known before `start`."""
+        self.open_routes: list[web.RouteDef] = []
+        """Those of them that need no token, because they tell nothing of the run."""
+        self.access = Access(token)
         self.token_rows: Callable[[list[Any]], list[wire.TokenRow]] = lambda trajectories: []
         self.port = 0
-        self._channels, self._token, self._run_id, self._config = channels, token, run_id, config
+        self._channels, self._run_id, self._config = channels, run_id, config
         self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._runner: web.AppRunner | None = None
         self._closing = False
@@ -52,7 +55,7 @@ class Server:
         app = web.Application(middlewares=[self._authenticate], client_max_size=wire.FRAME_BYTES_MAX)
         app.router.add_get("/v1/channel", self._channel)
         app.router.add_post("/v1/tokens", self._tokens)
-        app.router.add_routes(self.routes)
+        app.router.add_routes([*self.routes, *self.open_routes])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -64,7 +67,7 @@ class Server:
                 f"cannot listen on {host}:{port} ({error.strerror or error}); "
                 "choose another with controller.port=… (0 = any free port)"
             ) from error
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.port = self.access.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     async def close(self) -> None:
         """Close all connections."""
@@ -78,9 +81,10 @@ class Server:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            return web.json_response({"error": "the run's token is needed: Authorization: Bearer <token>"}, status=401)
+        if not any(handler == route.handler for route in self.open_routes):
+            of_people = any(handler == route.handler for route in self.routes)
+            if (refusal := self.access.refusal(request, of_people=of_people)) is not None:
+                return refusal
         response: web.StreamResponse = await handler(request)
         return response
 

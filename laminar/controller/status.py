@@ -22,17 +22,17 @@ def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, 
         "step": state.trainer.step,
         "steps": core.settings.steps,
         "buffer_groups": len(state.buffer),
-        "new_groups": _new_groups(core),
+        "new_groups": new_groups(core),
         "stalled_for_s": state.at - state.stall.since if state.stall.told else None,
         "replicas": _replicas(core),
-        "relays": _relays(state, reports),
+        "relays": relays(state, reports),
         "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
         "ledger": msgspec.to_builtins(state.ledger),
     }
 
 
-def _new_groups(core: Core) -> str:
+def new_groups(core: Core) -> str:
     """Whether replicas that have room are given new groups, else why not."""
     state, settings = core.state, core.settings
     if state.stopping:
@@ -65,7 +65,7 @@ def _replicas(core: Core) -> dict[str, dict[str, object]]:
     return found
 
 
-def _relays(state: State, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
+def relays(state: State, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
     """The chain, the versions that each relay holds completely, and what it says of itself."""
     held = {relay.id: [str(version) for version in relay.held] for relay in state.relays.values()}
     links = {worker: _link(reports[worker]) for worker in state.relays if worker in reports}

@@ -3,6 +3,7 @@
 Names are those of docs/metrics.md. All windows are from one finished step to the next.
 """
 
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from laminar.core import actions, events
 from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
 from laminar.logs import Lossy
+
+RECENT_STEPS = 20  # whose histograms of staleness are kept: enough rows for a shape, few enough to show a change
 
 
 class Window(msgspec.Struct, kw_only=True):
@@ -70,6 +73,8 @@ class Telemetry:
         self.totals = Totals()
         self.tracer: Tracer | None = None
         self._moves = Moves(runtime, log)
+        self.staleness: deque[dict[str, Counter[int]]] = deque(maxlen=RECENT_STEPS)
+        """Of each of the last steps: trainer steps -> trained trajectories, by kind of staleness."""
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
@@ -205,11 +210,13 @@ class Telemetry:
         branches = self._runtime.core.state.branches
         stalenesses, totals = Stalenesses(branches), self.totals
         rows = [stalenesses.of(t) for t in members]
-        metrics = {}
+        metrics, counts = {}, {}
         for index, (name, histogram) in enumerate(totals.staleness.items()):
             values = [row[index] or 0 for row in rows]
             histogram.observe_all(values)
+            counts[name] = Counter(values)
             metrics |= {f"off_policy/{name}/{key}": value for key, value in _mean_max(values).items()}
+        self.staleness.append(counts)
         finished = [t.timings.finished - t.timings.queued for t in members]
         rewarded = [t.timings.rewarded - t.timings.finished for t in members]
         totals.trajectory_s.observe_all(finished)

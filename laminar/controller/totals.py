@@ -11,6 +11,7 @@ import msgspec
 from laminar import wire
 from laminar.ids import WorkerId
 
+STALENESSES = ("s_gen", "residence", "s_train")
 STALENESS_STEPS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 """Exact where runs are meant to be; beyond 32 trainer steps nobody asks how far."""
 TRAJECTORY_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -69,7 +70,7 @@ class Totals(msgspec.Struct, kw_only=True):
     """Worker -> how often its process was started again."""
     pull_wait_s: Histogram = msgspec.field(default_factory=lambda: Histogram(PULL_S))
     staleness: dict[str, Histogram] = msgspec.field(
-        default_factory=lambda: {name: Histogram(STALENESS_STEPS) for name in ("s_gen", "residence", "s_train")}
+        default_factory=lambda: {name: Histogram(STALENESS_STEPS) for name in STALENESSES}
     )
     """Of what was trained, trainer steps."""
     trajectory_s: Histogram = msgspec.field(default_factory=lambda: Histogram(TRAJECTORY_S))

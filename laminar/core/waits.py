@@ -42,7 +42,7 @@ def waits(turn: Turn) -> list[Wait]:
     """All of them, in a fixed order."""
     if turn.state.finished:
         return []
-    parts = (_of_run, _of_trainer, _of_checkpoint, _of_publication, _of_evaluations, _of_replicas, _of_groups, _of_relays,
+    parts = (_of_run, of_trainer, _of_checkpoint, _of_publication, _of_evaluations, _of_replicas, _of_groups, _of_relays,
              _of_restarts, _of_silence)  # fmt: skip
     return [wait for part in parts for wait in part(turn)]
 
@@ -87,7 +87,8 @@ def _of_run(turn: Turn) -> Iterator[Wait]:
         yield Wait(who="the end of the run", what=text, on=on, deadline=state.stop_by, ends="the last checkpoint")
 
 
-def _of_trainer(turn: Turn) -> Iterator[Wait]:
+def of_trainer(turn: Turn) -> Iterator[Wait]:
+    """What the trainer waits for: its ranks, or a batch; nothing at the end of the run."""
     state, trainer = turn.state, turn.state.trainer
     if not trainer.ready:
         num = f"{len(trainer.ranks)} of {trainer.world_size}" if trainer.world_size else "none"

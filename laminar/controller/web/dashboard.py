@@ -1,0 +1,90 @@
+"""The dashboard of one controller: hears what happens, keeps what pages need, answers them."""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+
+from laminar.controller.telemetry import Telemetry
+from laminar.controller.web.board import LANES_AT_ONCE, Board
+from laminar.controller.web.journal import Journal
+from laminar.controller.web.lanes import Lanes
+from laminar.controller.web.stream import INTERVAL_S, Stream
+from laminar.core import actions, events
+from laminar.core.engine import Core
+from laminar.ids import WorkerId
+
+BUSY_S = 10.0
+RATE_TICKS = 10  # over so many looks the rate of tokens is one
+
+
+class Dashboard:
+    """Called on the event loop."""
+
+    def __init__(self, core: Core, telemetry: Telemetry, *, run: str, now: Callable[[], float]) -> None:
+        """`run`: its name; `now`: run time, seconds."""
+        self._core, self._now = core, now
+        self._lanes, self._journal = Lanes(), Journal()
+        self._busy: dict[WorkerId, float] = {}
+        self._totals = telemetry.totals
+        self._told: dict[WorkerId, tuple[float, float]] = {}
+        """Replica -> (seconds of which it had told, of which it was busy) at the last look."""
+        self._received: list[tuple[float, int]] = []
+        """(when, tokens received by then) of the last looks."""
+        self._board = Board(core, telemetry, self._lanes, self._journal, self._busy)
+        self._board.put("run", {"name": run})
+        self._stream = Stream(self._board, now)
+
+    def routes(self) -> list[web.RouteDef]:
+        """For a server that lets only those pass who have the run's token, or its cookie."""
+        return [web.get("/v1/dashboard", self._stream.handle)]
+
+    def observe(self, event: events.AnyEvent) -> None:
+        """After the core took an event."""
+        self._lanes.observe(self._core, event)
+
+    def on_action(self, action: actions.AnyAction) -> None:
+        """Before it is performed."""
+        if isinstance(action, actions.AbortAttempts):
+            self._lanes.on_abort(self._core, action)
+
+    def alarm(self, name: str, text: str) -> None:
+        """People are told."""
+        self._journal.alarm(self._now(), name, text)
+
+    async def run(self) -> None:
+        """For ever: notice what no event says, and tell open pages."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self._look()
+            if self._stream.is_watched:
+                await self._board.refresh()
+                self._stream.tick()
+
+    async def close(self) -> None:
+        """Pages see the end, then are hung up on."""
+        await self._look()
+        await self._board.refresh()
+        await self._stream.close()
+
+    async def _look(self) -> None:
+        for begin in range(0, len(self._lanes.names) + 1, LANES_AT_ONCE):
+            self._lanes.look(self._core, begin, LANES_AT_ONCE)
+            await asyncio.sleep(0)
+        at = self._now()
+        self._lanes.forget(at)
+        self._note_busy()
+        self._journal.look(self._core.story, self._core.state.seq)
+        self._received = [*self._received[1 - RATE_TICKS :], (at, self._core.state.ledger.tokens.total)]
+        (first_at, first), (last_at, last) = self._received[0], self._received[-1]
+        self._board.tokens_per_s = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
+
+    def _note_busy(self) -> None:
+        """A replica's share is a mean over about the last BUSY_S of which it has told."""
+        for worker, reported_s in self._totals.reported_s.items():
+            busy_s = self._totals.busy_s[worker]
+            known_s, known_busy_s = self._told.get(worker, (0.0, 0.0))
+            if (passed_s := reported_s - known_s) > 0:
+                share, weight = (busy_s - known_busy_s) / passed_s, min(1.0, passed_s / BUSY_S)
+                self._busy[worker] = (1 - weight) * self._busy.get(worker, share) + weight * share
+                self._told[worker] = reported_s, busy_s

@@ -1,0 +1,122 @@
+// What each train step measured, as small curves with one cursor.
+
+import uPlot from "./vendor/uPlot.esm.js";
+import { by, el, say } from "./dom.js";
+import { NONE, integer, number, percent } from "./format.js";
+import * as theme from "./theme.js";
+
+const HEIGHT = 132;
+// Of each: title, [metric, name, colour] …, how a value is written.
+const CURVES = [
+  ["Reward", [["reward/mean", "mean", "ink"]], number],
+  ["Response length, tokens", [["response_length/mean", "mean", "ink"]], number],
+  ["Staleness, trainer steps", [["off_policy/s_train/mean", "mean", "ink"], ["off_policy/s_train/max", "most", "second"]], number],
+  ["Tokens per second", [["perf/generation_tokens_per_s", "generated", "ink"], ["perf/training_tokens_per_s", "trained", "second"]], integer],
+  ["Entropy, nats per token", [["actor/entropy", "mean", "ink"]], number],
+  ["Gradient norm", [["actor/grad_norm", "before clipping", "ink"]], number],
+  ["KL, nats per token", [["actor/ppo_kl", "update", "ink"], ["mismatch_kl/mean", "engine and trainer", "second"]], number],
+  ["Idle", [["perf/trainer_idle_ratio", "trainer", "ink"], ["perf/rollout_idle_ratio", "rollouts", "second"]], percent],
+  ["Clipped tokens", [["actor/pg_clipfrac", "share", "ink"]], percent],
+  ["Groups without a signal", [["advantage/zero_fraction", "share", "ink"]], percent],
+  ["Truncated answers", [["is_truncated/mean", "share", "ink"]], percent],
+  ["Step, seconds", [["timing/wall_s", "all", "ink"], ["perf/publication_stall_s", "publication", "second"]], number],
+];
+
+export class Curves {
+  constructor(model) {
+    this.model = model;
+    this.empty = el("p", { class: "empty" }, "No train step has finished yet.");
+    by("curves").append(this.empty);
+    this.curves = [];
+    this.sync = uPlot.sync("steps");
+    theme.onChange(() => this.rebuild());
+    new ResizeObserver(() => this.resize()).observe(by("curves"));
+  }
+
+  clear() {
+    this.rebuild();
+  }
+
+  update(changed) {
+    if (!changed.has("steps") && !changed.has("metric_names")) return;
+    this.empty.hidden = this.model.steps.length > 0;
+    if (!this.curves.length && this.model.steps.length) this.build();
+    for (const curve of this.curves) curve.show(this.model);
+  }
+
+  build() {
+    this.curves = CURVES.map(([title, series, write]) => new Curve(title, series, write, this.sync.key));
+    by("curves").append(...this.curves.map((curve) => curve.figure));
+    this.resize();
+  }
+
+  rebuild() {
+    for (const curve of this.curves) curve.remove();
+    this.curves = [];
+    this.update(new Set(["steps"]));
+  }
+
+  resize() {
+    for (const curve of this.curves) curve.resize();
+  }
+}
+
+class Curve {
+  constructor(title, series, write, key) {
+    this.series = series;
+    this.write = write;
+    this.values = series.map(([, name, ink]) => el("span", { class: `value ${ink}`, title: name }, NONE));
+    const names = series.length > 1 ? series.map(([, name, ink]) => el("span", { class: `name ${ink}` }, name)) : [];
+    this.at = el("span", { class: "at" });
+    this.box = el("div", { class: "curve-box", role: "img" });
+    this.figure = el("figure", { class: "curve" }, el("figcaption", {}, el("b", {}, title), el("span", { class: "names" }, ...names), el("span", { class: "values" }, this.at, ...this.values)), this.box);
+    this.title = title;
+    this.plot = new uPlot(this.options(key), [[], ...series.map(() => [])], this.box);
+  }
+
+  options(key) {
+    const axis = { stroke: theme.colour("muted"), grid: { stroke: theme.colour("line"), width: 1 }, ticks: { show: false }, font: "11px Inter, system-ui, sans-serif" };
+    return {
+      width: 300,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key, setSeries: false }, points: { size: 5 }, y: false },
+      scales: { x: { time: false } },
+      axes: [
+        { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60 },
+        { ...axis, size: 44, gap: 4, space: 34, values: (_, splits) => splits.map((value) => this.write(value)) },
+      ],
+      series: [{}, ...this.series.map(([, , ink]) => ({ stroke: theme.colour(ink), width: 1.4, points: { show: false }, spanGaps: true }))],
+      hooks: { setCursor: [() => this.tell()] },
+    };
+  }
+
+  show(model) {
+    const names = model.sections.metric_names ?? [];
+    const steps = model.steps.map(([step]) => step);
+    this.data = [steps, ...this.series.map(([metric]) => model.steps.map(([, values]) => values[names.indexOf(metric)] ?? null))];
+    this.plot.setData(this.data);
+    this.tell();
+    const first = steps[0], last = steps.at(-1);
+    const words = this.series.map(([, name], at) => `${name} ${this.write(this.data[at + 1].find((value) => value !== null))} at step ${first}, ${this.write(this.data[at + 1].at(-1))} at step ${last}`);
+    this.box.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
+  }
+
+  /** The values under the cursor, or the last ones. */
+  tell() {
+    if (!this.data?.[0].length) return;
+    const index = this.plot.cursor.idx ?? this.data[0].length - 1;
+    say(this.at, this.plot.cursor.idx == null ? "" : `step ${this.data[0][index]}`);
+    this.values.forEach((value, at) => say(value, this.write(this.data[at + 1][index])));
+  }
+
+  resize() {
+    const width = this.box.clientWidth;
+    if (width > 0) this.plot.setSize({ width, height: HEIGHT });
+  }
+
+  remove() {
+    this.plot.destroy();
+    this.figure.remove();
+  }
+}

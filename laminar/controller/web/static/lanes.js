@@ -1,0 +1,128 @@
+// Version lanes: a row for each replica, time from left to right, moves as arcs. Drawn by lanes_canvas.js.
+
+import { by, choice, el, say } from "./dom.js";
+import { clock, duration, integer, percent } from "./format.js";
+import { ACTIVITIES, GONE } from "./model.js";
+import { LanesCanvas } from "./lanes_canvas.js";
+import * as theme from "./theme.js";
+
+const WINDOWS_S = [[60, "1 min"], [300, "5 min"], [900, "15 min"]];
+const LEGEND = [
+  ["generates", "key-solid"],
+  ["drains: begins nothing new", "key-pale"],
+  ["pulls weights", "key-ink"],
+  ["idle", "key-line"],
+  ["starting, evaluates", "key-hatch"],
+  ["suspect, quarantined", "key-warn"],
+  ["dead", "key-bad"],
+  ["trajectories move", "key-arc"],
+];
+
+export class Lanes {
+  constructor(model) {
+    this.model = model;
+    this.window_s = 60;
+    this.chosen = null; // lane by keyboard or pointer
+    this.canvas = new LanesCanvas(model);
+    this.tip = el("div", { class: "tip", hidden: true });
+    this.told = el("p", { class: "unseen", "aria-live": "polite" });
+    this.empty = el("p", { class: "empty" }, "No replica has joined yet.");
+    const plot = this.canvas.plot;
+    plot.setAttribute("tabindex", "0");
+    plot.setAttribute("role", "img");
+    plot.addEventListener("pointermove", (event) => this.point(event));
+    plot.addEventListener("pointerleave", () => this.choose(null));
+    plot.addEventListener("click", () => this.open());
+    plot.addEventListener("keydown", (event) => this.key(event));
+    plot.addEventListener("blur", () => this.choose(null));
+    this.box = el("div", { class: "lanes-box" }, plot);
+    by("lanes").append(this.empty, this.canvas.axis, this.box, this.tip, this.told, legend());
+    by("lanes-tools").append(choice("Time shown", WINDOWS_S, this.window_s, (window_s) => this.show(window_s)));
+    new ResizeObserver(() => this.draw()).observe(by("lanes"));
+    theme.onChange(() => this.draw());
+  }
+
+  show(window_s) {
+    this.window_s = window_s;
+    this.draw();
+  }
+
+  update(changed) {
+    this.draw();
+    if (changed.has("lanes")) this.describe();
+  }
+
+  draw() {
+    const num = this.model.sections.lanes?.length ?? 0;
+    this.empty.hidden = num > 0;
+    this.box.hidden = this.canvas.axis.hidden = num === 0;
+    if (num) this.canvas.draw(by("lanes").clientWidth, this.model.now() - this.window_s, this.model.now(), this.chosen);
+  }
+
+  describe() {
+    const num = this.model.sections.lanes.length;
+    this.canvas.plot.setAttribute(
+      "aria-label",
+      `Lanes of ${num} replicas over the last ${duration(this.window_s)}. Arrow keys choose a replica, Enter opens it; the table of replicas has the same in words.`,
+    );
+  }
+
+  point(event) {
+    const lane = this.canvas.laneAt(event.offsetY);
+    this.choose(lane, this.canvas.timeAt(event.offsetX), event);
+  }
+
+  choose(lane, at = null, event = null) {
+    if (lane !== this.chosen) {
+      this.chosen = lane;
+      this.draw();
+    }
+    this.tip.hidden = lane === null;
+    if (lane === null) return;
+    this.tip.replaceChildren(...this.describeAt(lane, at));
+    const box = by("lanes").getBoundingClientRect();
+    const x = event ? event.clientX - box.left : this.canvas.left;
+    const y = event ? event.clientY - box.top : this.canvas.topOf(lane) - this.box.scrollTop + this.box.offsetTop;
+    this.tip.style.left = `${Math.min(x + 14, box.width - this.tip.offsetWidth - 4)}px`;
+    this.tip.style.top = `${y + 16}px`;
+  }
+
+  describeAt(lane, at) {
+    const { lanes, fleet } = this.model.sections;
+    const [name, host, kv_max] = lanes[lane];
+    const now = `${integer(fleet.generating[lane])} generating, ${integer(fleet.rewarding[lane])} with a reward to come, KV ${percent(kv_max ? fleet.kv[lane] / kv_max : null)}`;
+    const lines = [el("b", {}, name), ` on ${host || "–"}`, el("br"), this.words(lane, at), el("br"), `now: ${now}`];
+    const reason = fleet.reasons[lane];
+    return reason ? [...lines, el("br"), reason] : lines;
+  }
+
+  /** What the lane did at a moment; null = now. */
+  words(lane, at) {
+    const { fleet } = this.model.sections;
+    const past = at === null ? null : (this.model.segments[lane] ?? []).find(([start, end]) => start <= at && at < end);
+    const [start, end, activity, version] = past ?? [fleet.since[lane], null, fleet.activity[lane], fleet.version[lane]];
+    const what = `${ACTIVITIES[activity]}${version && activity < GONE ? ` ${version}` : ""}`;
+    return end === null ? `${what}, since ${clock(start)}` : `${what} for ${duration(end - start)}, ${clock(start)} to ${clock(end)}`;
+  }
+
+  key(event) {
+    const num = this.model.sections.lanes.length;
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: 16, PageUp: -16, Home: -num, End: num }[event.key];
+    if (event.key === "Enter") this.open();
+    else if (event.key === "Escape") this.choose(null);
+    else if (step) {
+      event.preventDefault();
+      this.choose(Math.max(0, Math.min(num - 1, (this.chosen ?? -Math.sign(step)) + step)));
+      this.box.scrollTop = Math.min(this.box.scrollTop, this.canvas.topOf(this.chosen));
+      say(this.told, `${this.model.sections.lanes[this.chosen][0]}: ${this.words(this.chosen, null)}`);
+    }
+  }
+
+  open() {
+    if (this.chosen !== null) location.hash = `#replica/${encodeURIComponent(this.model.sections.lanes[this.chosen][0])}`;
+  }
+}
+
+function legend() {
+  return el("ul", { class: "legend" }, ...LEGEND.map(([text, key]) => el("li", {}, el("span", { class: `key ${key}` }), text)));
+}

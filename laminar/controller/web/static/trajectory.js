@@ -1,0 +1,31 @@
+// The text of a trajectory, each token shaded by how likely the policy held it to be.
+
+import { el } from "./dom.js";
+import { fixed, integer } from "./format.js";
+
+// Probability from which on a token has this class; below the last: p5.
+const CLASSES = [[0.9, "p0"], [0.5, "p1"], [0.2, "p2"], [0.05, "p3"], [0.01, "p4"]];
+const KEY = [["p0", "≥ 90 %"], ["p1", "≥ 50 %"], ["p2", "≥ 20 %"], ["p3", "≥ 5 %"], ["p4", "≥ 1 %"], ["p5", "less"], ["environment", "not the model’s"]];
+
+/** Nodes for a trajectory as `/v1/dashboard/trajectory` tells it. */
+export function text(t) {
+  const prompt = t.prompt_text ? [el("h3", {}, "Prompt"), el("pre", { class: "text" }, t.prompt_text)] : [];
+  if (!t.tokens) return [...prompt, el("h3", {}, "Response"), el("p", { class: "empty" }, t.why_no_tokens)];
+  const left = t.num_tokens - t.tokens.length;
+  return [
+    ...prompt,
+    el("h3", {}, "Response"),
+    el("p", { class: "shades" }, "probability of the token: ", ...KEY.map(([name, words]) => el("span", { class: name }, words))),
+    el("pre", { class: "text tokens" }, ...t.tokens.map(token)),
+    left > 0 ? el("p", { class: "aside" }, `${integer(left)} more tokens are not shown`) : null,
+    t.why_no_text ? el("p", { class: "aside" }, t.why_no_text) : null,
+  ].filter(Boolean);
+}
+
+function token([id, piece, logprob, source], at) {
+  const environment = source !== 0;
+  const likely = Math.exp(logprob);
+  const shade = environment ? "environment" : (CLASSES.find(([from]) => likely >= from)?.[1] ?? "p5");
+  const words = environment ? `token ${at}, id ${id}, not the model's` : `token ${at}, id ${id}, log-prob ${fixed(logprob, 3)}, ${(100 * likely).toPrecision(3)} %`;
+  return el("span", { class: shade, title: words }, piece.replaceAll("\n", "↵\n"));
+}

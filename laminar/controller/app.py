@@ -8,7 +8,6 @@ Whatever ends the run, no child process and no shared memory is left.
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import time
@@ -43,7 +42,6 @@ from laminar.controller.tokens import TokenStore
 from laminar.controller.upkeep import MIB
 from laminar.controller.watches import Watches
 from laminar.controller.web.dashboard import Dashboard
-from laminar.controller.web.pages import Pages
 from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
@@ -150,7 +148,7 @@ class Application:
         core = self._core()
         resumed = core.state.trainer.step
         self._boot = self._log.begin_boot(
-            time.time(), os.getpid(), socket.gethostname(), resumed, run_id=self._run_id_of, continues=continues
+            time.time(), os.getpid(), socket.gethostname(), resumed, run_id=run.id_of, continues=continues
         )
         past = Past(run.tokens)
         self._tokens = TokenStore(run.tokens, self._boot)
@@ -170,7 +168,8 @@ class Application:
         self._display = display_of(self._config, core.state, self._telemetry)
         which = {"run": run.name, "run_id": self._log.run_id, "boot": self._boot}
         self._telemetry.tracer = otel.start(os.environ, config.log.trace_share, self._display.say, **which)
-        self._dashboard = Dashboard(core, self._telemetry, run=run.name, now=self._runtime.now)
+        parts = self._runtime, self._telemetry, self._prompts, self._tokens.rows
+        self._dashboard = Dashboard.of_run(run, config.model.path, *parts)
         self._watches = Watches(run, self._runtime, self._channels, self._log, self._alarm, self._display.say)
         on_stalled, wanted = self._watches.writer("archive"), config.log.archive == "parquet"
         self._archive = Archive(run.archive, run.database, self._tokens, on_stalled, wanted=wanted)
@@ -217,9 +216,6 @@ class Application:
         if lines := [line for line in told if line]:
             self._display.say("\n".join(lines))
 
-    def _run_id_of(self, boot: int) -> str:
-        return f"{re.sub('[^A-Za-z0-9_]', '_', self._run.name[:40])}-{os.getpid()}-{boot}"
-
     def _connect(self) -> None:
         self._runtime.perform = self._perform
         self._runtime.observe = self._observe
@@ -240,7 +236,7 @@ class Application:
         )
         prometheus = Prometheus(self._run.name, self._runtime, self._telemetry, self._log)
         self._server.routes = [*operator.routes(), *prometheus.routes(), *self._dashboard.routes()]
-        self._server.open_routes = Pages(self._server.access).routes()
+        self._server.open_routes = self._dashboard.open_routes(self._server.access)
         self._intake.on_stacks = self._watches.why_stalled.on_stacks
 
     async def _start(self) -> None:

@@ -34,6 +34,10 @@ class RunDirectory:
     def name(self) -> str:
         return self.path.name
 
+    def id_of(self, boot: int) -> str:
+        """Names what a process of this run makes on its hosts, so that two runs of a name do not meet."""
+        return f"{re.sub('[^A-Za-z0-9_]', '_', self.name[:40])}-{os.getpid()}-{boot}"
+
     @property
     def config(self) -> Path:
         return self.path / "config.toml"

@@ -1,15 +1,26 @@
 """The dashboard of one controller: hears what happens, keeps what pages need, answers them."""
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import Callable
+from typing import Self
 
 from aiohttp import web
 
+from laminar.controller.access import Access
+from laminar.controller.effects import Prompts
+from laminar.controller.rundir import RunDirectory
+from laminar.controller.runtime import Runtime
 from laminar.controller.telemetry import Telemetry
-from laminar.controller.web.board import LANES_AT_ONCE, Board
+from laminar.controller.web.board import CURVES, LANES_AT_ONCE, STEPS_KEPT, Board
+from laminar.controller.web.detail import Detail, Rows
 from laminar.controller.web.journal import Journal
 from laminar.controller.web.lanes import Lanes
+from laminar.controller.web.pages import Pages
+from laminar.controller.web.records import Records
 from laminar.controller.web.stream import INTERVAL_S, Stream
+from laminar.controller.web.text import Pieces
 from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.ids import WorkerId
@@ -21,9 +32,11 @@ RATE_TICKS = 10  # over so many looks the rate of tokens is one
 class Dashboard:
     """Called on the event loop."""
 
-    def __init__(self, core: Core, telemetry: Telemetry, *, run: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, core: Core, telemetry: Telemetry, *, run: str, now: Callable[[], float], detail: Detail, records: Records
+    ) -> None:
         """`run`: its name; `now`: run time, seconds."""
-        self._core, self._now = core, now
+        self._core, self._now, self._detail, self._records = core, now, detail, records
         self._lanes, self._journal = Lanes(), Journal()
         self._busy: dict[WorkerId, float] = {}
         self._totals = telemetry.totals
@@ -35,9 +48,29 @@ class Dashboard:
         self._board.put("run", {"name": run})
         self._stream = Stream(self._board, now)
 
+    @classmethod
+    def of_run(
+        cls,
+        run: RunDirectory,
+        model: str,
+        runtime: Runtime,
+        telemetry: Telemetry,
+        prompts: Prompts,
+        rows: Rows,
+    ) -> Self:
+        """With the run's database, the `rows` of its token store, and the tokenizer of its `model`."""
+        core, records = runtime.core, Records(run.database)
+        detail = Detail(core, prompts, rows, Pieces(model), records)
+        return cls(core, telemetry, run=run.name, now=runtime.now, detail=detail, records=records)
+
+    @staticmethod
+    def open_routes(access: Access) -> list[web.RouteDef]:
+        """The empty pages, and the way in."""
+        return Pages(access).routes()
+
     def routes(self) -> list[web.RouteDef]:
         """For a server that lets only those pass who have the run's token, or its cookie."""
-        return [web.get("/v1/dashboard", self._stream.handle)]
+        return [web.get("/v1/dashboard", self._stream.handle), *self._detail.routes()]
 
     def observe(self, event: events.AnyEvent) -> None:
         """After the core took an event."""
@@ -54,6 +87,7 @@ class Dashboard:
 
     async def run(self) -> None:
         """For ever: notice what no event says, and tell open pages."""
+        await self._load_steps()
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self._look()
@@ -66,6 +100,15 @@ class Dashboard:
         await self._look()
         await self._board.refresh()
         await self._stream.close()
+
+    async def _load_steps(self) -> None:
+        """Those of the processes before this one."""
+        with contextlib.suppress(
+            sqlite3.Error
+        ):  # the curves begin later, then; whatever it is, the log has its own alarm
+            before = self._core.state.trainer.step + 1
+            for step in await asyncio.to_thread(self._records.steps, CURVES, before, STEPS_KEPT // 2):
+                self._board.steps.add(step)
 
     async def _look(self) -> None:
         for begin in range(0, len(self._lanes.names) + 1, LANES_AT_ONCE):

@@ -10,16 +10,16 @@ const HEIGHT = 132;
 const CURVES = [
   ["Reward", [["reward/mean", "mean", "ink"]], number],
   ["Response length, tokens", [["response_length/mean", "mean", "ink"]], number],
-  ["Staleness, trainer steps", [["off_policy/s_train/mean", "mean", "ink"], ["off_policy/s_train/max", "most", "second"]], number],
-  ["Tokens per second", [["perf/generation_tokens_per_s", "generated", "ink"], ["perf/training_tokens_per_s", "trained", "second"]], integer],
-  ["Entropy, nats per token", [["actor/entropy", "mean", "ink"]], number],
+  ["Staleness, steps", [["off_policy/s_train/mean", "mean", "ink"], ["off_policy/s_train/max", "most", "second"]], number],
+  ["Tokens/s", [["perf/generation_tokens_per_s", "generated", "ink"], ["perf/training_tokens_per_s", "trained", "second"]], integer],
+  ["Entropy, nats/token", [["actor/entropy", "mean", "ink"]], number],
   ["Gradient norm", [["actor/grad_norm", "before clipping", "ink"]], number],
-  ["KL, nats per token", [["actor/ppo_kl", "update", "ink"], ["mismatch_kl/mean", "engine and trainer", "second"]], number],
+  ["KL, nats", [["actor/ppo_kl", "update", "ink"], ["mismatch_kl/mean", "engine–trainer", "second"]], number],
   ["Idle", [["perf/trainer_idle_ratio", "trainer", "ink"], ["perf/rollout_idle_ratio", "rollouts", "second"]], percent],
   ["Clipped tokens", [["actor/pg_clipfrac", "share", "ink"]], percent],
   ["Groups without a signal", [["advantage/zero_fraction", "share", "ink"]], percent],
   ["Truncated answers", [["is_truncated/mean", "share", "ink"]], percent],
-  ["Step, seconds", [["timing/wall_s", "all", "ink"], ["perf/publication_stall_s", "publication", "second"]], number],
+  ["Step, s", [["timing/wall_s", "all", "ink"], ["perf/publication_stall_s", "publication", "second"]], number],
 ];
 
 export class Curves {
@@ -66,10 +66,10 @@ class Curve {
     this.series = series;
     this.write = write;
     this.values = series.map(([, name, ink]) => el("span", { class: `value ${ink}`, title: name }, NONE));
-    const names = series.length > 1 ? series.map(([, name, ink]) => el("span", { class: `name ${ink}` }, name)) : [];
+    const values = this.values.map((value, at) => (series.length > 1 ? el("span", { class: `named ${series[at][2]}` }, `${series[at][1]} `, value) : value));
     this.at = el("span", { class: "at" });
     this.box = el("div", { class: "curve-box", role: "img" });
-    this.figure = el("figure", { class: "curve" }, el("figcaption", {}, el("b", {}, title), el("span", { class: "names" }, ...names), el("span", { class: "values" }, this.at, ...this.values)), this.box);
+    this.figure = el("figure", { class: "curve" }, el("figcaption", {}, el("b", {}, title), el("span", { class: "values" }, this.at, ...values)), this.box);
     this.title = title;
     this.plot = new uPlot(this.options(key), [[], ...series.map(() => [])], this.box);
   }
@@ -81,7 +81,7 @@ class Curve {
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key, setSeries: false }, points: { size: 5 }, y: false },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: (_, least, most) => range(least, most) } },
       axes: [
         { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60 },
         { ...axis, size: 44, gap: 4, space: 34, values: (_, splits) => splits.map((value) => this.write(value)) },
@@ -119,4 +119,12 @@ class Curve {
     this.plot.destroy();
     this.figure.remove();
   }
+}
+
+/** From a little below to a little above; from zero where that is near. A constant is a line in the middle. */
+function range(least, most) {
+  if (least === null || most === null) return [0, 1];
+  if (least === most) return least === 0 ? [0, 1] : [Math.min(0, 2 * least), Math.max(0, 2 * least)];
+  const space = 0.06 * (most - least);
+  return [least >= 0 && least < 0.35 * most ? 0 : least - space, most + space];
 }

@@ -33,6 +33,7 @@ export class Detail {
     const title = el("h2", { id: "detail-title" }, decodeURIComponent(id));
     this.node.replaceChildren(el("div", { class: "heading" }, title, el("button", { type: "button", click: () => this.close() }, "Close")), this.body);
     this.node.focus();
+    this.from = 0; // first token shown
     this.look(kind, id);
   }
 
@@ -50,9 +51,15 @@ export class Detail {
 
   async look(kind, id) {
     const asked = location.hash;
-    const [answer, told] = await ask(`/v1/dashboard/${kind}/${id}`);
+    const [answer, told] = await ask(`/v1/dashboard/${kind}/${id}?from=${this.from}`);
     if (asked !== location.hash || this.node.hidden) return;
-    if (!this.isBeingRead()) this.body.replaceChildren(...(told ? KINDS[kind](answer) : [el("p", { class: "error" }, answer.error)]));
+    const show = (from) => {
+      this.from = from;
+      this.node.focus();
+      clearTimeout(this.timer);
+      this.look(kind, id);
+    };
+    if (!this.isBeingRead()) this.body.replaceChildren(...(told ? KINDS[kind](answer, show) : [el("p", { class: "error" }, answer.error)]));
     if (!told || answer.live) this.timer = setTimeout(() => this.look(kind, id), AGAIN_MS);
   }
 
@@ -76,15 +83,12 @@ async function ask(path) {
 
 function replica(r) {
   return [
-    el("p", { class: "lead" }, `${r.state}: ${r.reason}.`),
-    facts([
+    ...why(r.why),
+    r.host === undefined ? null : facts([
       ["version", r.version ?? NONE],
       ["host", r.host || NONE],
-      ["waits for", r.waits_for || NONE],
       ["KV cache", r.kv_tokens_max ? `${integer(r.kv_tokens)} of ${integer(r.kv_tokens_max)} tokens, ${percent(r.kv_tokens / r.kv_tokens_max)}` : NONE],
       ["engine", `${integer(r.running)} requests run, ${integer(r.waiting)} wait; at most ${integer(r.requests_max)}`],
-      ["restarts", integer(r.restarts)],
-      ["last repack check", r.repack || NONE],
     ]),
     el("h3", {}, "What it has"),
     r.trajectories.length ? members(r.trajectories, true) : el("p", { class: "empty" }, "nothing"),
@@ -95,7 +99,7 @@ function replica(r) {
 
 function group(g) {
   return [
-    el("p", { class: "lead" }, `${g.where}.`),
+    ...why(g.why),
     facts([
       ["prompt", `${integer(g.prompt)} of the data set`],
       ["version", g.version ?? NONE],
@@ -111,9 +115,9 @@ function group(g) {
   ];
 }
 
-function trajectory(t) {
+function trajectory(t, show) {
   return [
-    el("p", { class: "lead" }, `${t.where}.`),
+    ...why(t.why),
     facts([
       ["group", el("a", { href: `#group/${t.group}` }, t.group)],
       ["reward", `${fixed(t.reward, 3)}${parts(t.reward_parts)}`],
@@ -124,9 +128,17 @@ function trajectory(t) {
       ["attempt", integer(t.attempt)],
       ["times", times(t.timings)],
     ]),
-    ...shadedText(t),
+    ...shadedText(t, show),
     ...story(t.story),
   ];
+}
+
+/** The controller's own explanation: a sentence, and what it rests on. */
+function why({ text, lines }) {
+  return [
+    el("p", { class: "lead" }, `${text[0].toUpperCase()}${text.slice(1)}.`.replace(/\.\.$/, ".")),
+    lines.length ? el("dl", { class: "facts" }, ...lines.flatMap(([topic, words]) => [el("dt", {}, topic), el("dd", {}, words)])) : null,
+  ].filter(Boolean);
 }
 
 const parts = (given) => {

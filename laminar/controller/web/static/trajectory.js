@@ -3,23 +3,38 @@
 import { el } from "./dom.js";
 import { fixed, integer } from "./format.js";
 
+const PAGE = 2048; // as the controller gives them
+
 // Probability from which on a token has this class; below the last: p5.
 const CLASSES = [[0.9, "p0"], [0.5, "p1"], [0.2, "p2"], [0.05, "p3"], [0.01, "p4"]];
 const KEY = [["p0", "≥ 90 %"], ["p1", "≥ 50 %"], ["p2", "≥ 20 %"], ["p3", "≥ 5 %"], ["p4", "≥ 1 %"], ["p5", "less"], ["environment", "not the model’s"]];
 
-/** Nodes for a trajectory as `/v1/dashboard/trajectory` tells it. */
-export function text(t) {
+/** Nodes for a trajectory as `/v1/dashboard/trajectory` tells it; `show(first)` brings other tokens of it. */
+export function text(t, show) {
   const prompt = t.prompt_text ? [el("h3", {}, "Prompt"), el("pre", { class: "text" }, t.prompt_text)] : [];
   if (!t.tokens) return [...prompt, el("h3", {}, "Response"), el("p", { class: "empty" }, t.why_no_tokens)];
-  const left = t.num_tokens - t.tokens.length;
   return [
     ...prompt,
     el("h3", {}, "Response"),
     el("p", { class: "shades" }, "probability of the token: ", ...KEY.map(([name, words]) => el("span", { class: name }, words))),
-    el("pre", { class: "text tokens" }, ...t.tokens.map(token)),
-    left > 0 ? el("p", { class: "aside" }, `${integer(left)} more tokens are not shown`) : null,
+    el("pre", { class: "text tokens" }, ...t.tokens.map((each, at) => token(each, t.first + at))),
+    pages(t, show),
     t.why_no_text ? el("p", { class: "aside" }, t.why_no_text) : null,
   ].filter(Boolean);
+}
+
+/** Where one is in a long text, and the way to the rest. */
+function pages(t, show) {
+  const end = t.first + t.tokens.length;
+  if (end >= t.num_tokens && t.first === 0) return null;
+  const turn = (words, first, can) => el("button", { type: "button", disabled: !can, click: () => show(first) }, words);
+  return el(
+    "p",
+    { class: "aside" },
+    turn("earlier", Math.max(0, t.first - PAGE), t.first > 0),
+    ` tokens ${integer(t.first)} to ${integer(end)} of ${integer(t.num_tokens)} `,
+    turn("later", t.first + PAGE, end < t.num_tokens),
+  );
 }
 
 function token([id, piece, logprob, source], at) {

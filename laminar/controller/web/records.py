@@ -1,0 +1,80 @@
+"""What of a run is only in `run.db`: read by threads, in connections of their own that write nothing and hold nothing up."""
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from laminar.ids import BOOT_SHIFT
+
+PATIENCE_S = 5.0  # of somebody who looks at a page; a query that takes longer is broken off
+TICKS = 10_000  # steps of SQLite's machine between two looks at the clock: a millisecond or so
+SIBLINGS_MAX = 256
+
+
+class Records:
+    """Of one database. Every method may block for PATIENCE_S, and raises sqlite3.Error."""
+
+    def __init__(self, database: Path) -> None:
+        self._uri = f"{database.absolute().as_uri()}?mode=ro"
+
+    def steps(self, names: tuple[str, ...], before: int, num: int) -> list[tuple[int, list[float | None]]]:
+        """(step, values of these metrics) of the last steps before one: at most about `num`, evenly if there were more."""
+        with self._opened() as database:
+            (last,) = database.execute("SELECT max(step) FROM metrics WHERE step < ?", (before,)).fetchone()
+            stride = 1 + (last or 0) // num
+            rows = database.execute(
+                f"SELECT step, name, value FROM metrics WHERE step < ? AND step % ? = 0 AND name IN ({_marks(names)})",
+                (before, stride, *names),
+            )
+            found: dict[int, dict[str, float]] = {}
+            for step, name, value in rows:
+                found.setdefault(step, {})[name] = value
+        return [(step, [values.get(name) for name in names]) for step, values in sorted(found.items())]
+
+    def trajectory(self, trajectory: int) -> dict[str, Any] | None:
+        """Its record; None if there is none."""
+        with self._opened() as database:
+            return next(_records(database, "id = ?", trajectory), None)
+
+    def siblings(self, group: int) -> list[dict[str, Any]]:
+        """The records of a group. Ids of groups and of their trajectories grow together, which is how they are found."""
+        with self._opened() as database:
+            low, high = _bounds(database, group >> BOOT_SHIFT)
+            while low < high:
+                middle = (low + high) // 2
+                found = database.execute(
+                    "SELECT id, group_id FROM trajectories WHERE id >= ? ORDER BY id LIMIT 1", (middle,)
+                ).fetchone()
+                if found is None or found[1] >= group:
+                    high = middle
+                else:
+                    low = found[0] + 1
+            return list(_records(database, "id >= ? AND id < ? AND group_id = ?", low, low + SIBLINGS_MAX, group))
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        deadline = time.monotonic() + PATIENCE_S
+        with contextlib.closing(sqlite3.connect(self._uri, uri=True, timeout=PATIENCE_S)) as database:
+            database.set_progress_handler(lambda: time.monotonic() > deadline, TICKS)
+            yield database
+
+
+def _marks(values: tuple[Any, ...]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _bounds(database: sqlite3.Connection, boot: int) -> tuple[int, int]:
+    """Trajectory ids of a boot: (first, one more than the last)."""
+    first, last = boot << BOOT_SHIFT, (boot + 1) << BOOT_SHIFT
+    (highest,) = database.execute("SELECT max(id) FROM trajectories WHERE id < ?", (last,)).fetchone()
+    return first, max(first, (highest or 0) + 1)
+
+
+def _records(database: sqlite3.Connection, condition: str, *parameters: int) -> Iterator[dict[str, Any]]:
+    rows = database.execute(f"SELECT * FROM trajectories WHERE {condition} ORDER BY id", parameters)
+    names = [column[0] for column in rows.description]
+    for row in rows:
+        yield dict(zip(names, row, strict=True))

@@ -1,0 +1,154 @@
+"""One replica, group or trajectory, looked at through a page: live ones, recorded ones, forgotten tokens, wrong names."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from web_world import MODEL, TOKEN, World, served
+
+from laminar import wire
+from laminar.controller.schema import prepare
+from laminar.controller.web.detail import NO_TOKEN, NOT_HELD, TOKENS_SHOWN
+from laminar.controller.web.records import Records
+from laminar.controller.web.text import Pieces, of_prompt
+from laminar.ids import GroupId, TrajectoryId, WorkerId, format_id, make_id
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with served(World(tmp_path)) as world:
+        world.start("r0")
+        yield world
+
+
+async def ask(world: World, path: str) -> tuple[int, dict[str, Any]]:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        aiohttp.ClientSession(world.url, headers=headers) as session,
+        session.get(f"/v1/dashboard/{path}") as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def first_group(world: World) -> tuple[GroupId, list[TrajectoryId]]:
+    group = next(iter(world.core.state.groups.values()))
+    return group.id, group.trajectories
+
+
+async def test_a_replica_is_explained_in_the_words_of_the_core_and_says_what_it_has(world: World) -> None:
+    status, told = await ask(world, "replica/r0")
+    assert status == 200
+    assert [t["id"] for t in told["trajectories"]] == [f"t{format_id(t)}" for t in world.generating("r0")]
+    assert told["why"]["text"]
+    assert ("holds" in dict(told["why"]["lines"])) or told["why"]["lines"]
+    assert any("holds v0" in row["text"] for row in told["story"])
+    assert (await ask(world, "replica/nobody"))[0] == 404
+
+
+async def test_the_text_of_a_trajectory_comes_token_by_token_with_what_each_was_worth(world: World) -> None:
+    group, (one, *_) = first_group(world)
+    world.write(group, [5, 6], {one: [7, 8, 1]}, logprob=-0.25)
+    status, told = await ask(world, f"trajectory/t{format_id(one)}")
+    assert (status, told["prompt_text"]) == (200, "cd")
+    assert told["tokens"] == [[7, "e", -0.25, 0], [8, "f", -0.25, 0], [1, "<eos>", -0.25, 0]]
+    assert (told["group"], told["live"], told["reward"]) == (f"g{format_id(group)}", True, None)
+
+
+async def test_a_long_text_comes_in_parts(world: World) -> None:
+    group, (one, *_) = first_group(world)
+    world.write(group, [5], {one: [7] * (TOKENS_SHOWN + 3)})
+    _, first = await ask(world, f"trajectory/t{format_id(one)}")
+    _, rest = await ask(world, f"trajectory/t{format_id(one)}?from={TOKENS_SHOWN}")
+    assert (len(first["tokens"]), len(rest["tokens"]), rest["first"]) == (TOKENS_SHOWN, 3, TOKENS_SHOWN)
+
+
+async def test_a_trajectory_without_tokens_says_why_and_shows_the_prompt_of_the_data_set(world: World) -> None:
+    _, (one, *_) = first_group(world)
+    _, told = await ask(world, f"trajectory/t{format_id(one)}")
+    assert (told["tokens"], told["why_no_tokens"]) == (None, NO_TOKEN)
+    assert told["prompt_text"].startswith("spell: abc #")
+
+
+async def test_a_group_shows_its_siblings_prompt_and_rewards(world: World) -> None:
+    group, members = first_group(world)
+    world.complete_all("r0", reward=0.75)
+    status, told = await ask(world, f"group/g{format_id(group)}")
+    assert (status, told["answer"], told["worker"]) == (200, "cba", "r0")
+    assert [(t["id"], t["reward"]) for t in told["trajectories"]] == [(f"t{format_id(t)}", 0.75) for t in members]
+
+
+async def test_what_has_left_the_core_is_read_from_the_database_and_its_tokens_are_said_to_be_forgotten(
+    world: World, tmp_path: Path
+) -> None:
+    database = sqlite3.connect(tmp_path / "run.db")
+    for number in range(2):
+        values = (make_id(7, 30 + number), 3, make_id(7, 9), number, 1, "v0", "v0", "v1", "d", 5, 8, 0.5, '{"correct": 1.0}',
+                  "stop", 4, None, 0, 1, 1, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0)  # fmt: skip
+        database.execute(f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})", values)
+    database.commit()
+    database.close()
+    status, told = await ask(world, "trajectory/t7.30")
+    assert (status, told["live"], told["why_no_tokens"], told["s_train"]) == (200, False, NOT_HELD, 1)
+    assert told["why"]["text"] == "trained in step 4, and committed"
+    assert told["reward_parts"] == {"correct": 1.0}
+    status, told = await ask(world, "group/g7.9")
+    assert [t["id"] for t in told["trajectories"]] == ["t7.30", "t7.31"]
+    for path in ("group/g7.8", "trajectory/t7.32", "trajectory/g7.9", "trajectory/t7", "group/%3Cscript%3E"):
+        assert (await ask(world, path))[0] == 404, path
+
+
+def test_siblings_are_found_among_many_groups(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "run.db")
+    prepare(database)
+    for number in range(1, 400):
+        row = [make_id(2, number), 0, make_id(2, number // 4), *[None] * 22]
+        database.execute(f"INSERT INTO trajectories VALUES ({', '.join('?' * 25)})", row)
+    database.commit()
+    database.close()
+    records = Records(tmp_path / "run.db")
+    for group in (0, 1, 50, 99):
+        found = [row["id"] for row in records.siblings(make_id(2, group))]
+        assert found == [make_id(2, n) for n in range(max(1, 4 * group), 4 * group + 4)]
+    assert records.siblings(make_id(2, 100)) == records.siblings(make_id(3, 1)) == []
+
+
+def test_the_steps_of_earlier_processes_come_evenly_and_bounded(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "run.db")
+    prepare(database)
+    rows = [(step, name, float(step)) for step in range(1, 101) for name in ("reward/mean", "other")]
+    database.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
+    database.commit()
+    database.close()
+    records = Records(tmp_path / "run.db")
+    assert records.steps(("reward/mean", "x"), 4, 50) == [(1, [1.0, None]), (2, [2.0, None]), (3, [3.0, None])]
+    assert [step for step, _ in records.steps(("reward/mean",), 101, 10)] == [11, 22, 33, 44, 55, 66, 77, 88, 99]
+
+
+def test_without_a_tokenizer_there_are_ids_and_the_reason(tmp_path: Path) -> None:
+    pieces = Pieces(str(tmp_path))
+    assert pieces.of([5, 6]) == ["5 ", "6 "]
+    assert "tokenizer.json on the controller's machine" in pieces.why_not
+    (tmp_path / "tokenizer.json").write_text("{")
+    broken = Pieces(str(tmp_path))
+    assert broken.of([5]) == ["5 "]
+    assert "cannot be read" in broken.why_not
+    assert Pieces(str(MODEL)).of([5, 10_000, 6])[::2] == ["c", "d"]
+
+
+def test_chat_messages_are_shown_with_their_roles() -> None:
+    prompt = wire.Prompt(prompt=0, messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])  # type: ignore[arg-type]
+    assert of_prompt(prompt) == "[user]\nhi\n\n[assistant]\nho"
+
+
+async def test_readers_take_turns(world: World) -> None:
+    group, members = first_group(world)
+    world.write(group, [5], {members[0]: [7] * 50})
+    answers = await asyncio.gather(*(ask(world, f"trajectory/t{format_id(members[0])}") for _ in range(6)))
+    assert {status for status, _ in answers} == {200}
+    assert world.core.state.replicas[WorkerId("r0")].num_generating

@@ -224,12 +224,9 @@ class Application:
         self._log.on_stalled = self._watches.writer("log")
         self._log.on_alarm = lambda alarm: self._alarm(alarm.name, alarm.text)
         self._server.on_message = self._intake.on_message
-        self._server.on_broken = lambda c: self._runtime.post(
-            events.WorkerDisconnected(worker=c.worker, incarnation=c.incarnation)
-        )
-        self._server.on_returned = lambda c: self._runtime.post(
-            events.WorkerReturned(worker=c.worker, incarnation=c.incarnation)
-        )
+        lost, back = events.WorkerDisconnected, events.WorkerReturned
+        self._server.on_broken = lambda c: self._runtime.post(lost(worker=c.worker, incarnation=c.incarnation))
+        self._server.on_returned = lambda c: self._runtime.post(back(worker=c.worker, incarnation=c.incarnation))
         self._server.token_rows = self._tokens.rows
         operator = Operator(
             self._runtime, self._channels, status=self._status, why_stalled=self._watches.why_stalled.report

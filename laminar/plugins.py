@@ -2,8 +2,9 @@
 
 Invariants:
 * Whatever is wrong with a reference or with the code behind it, the caller gets one ConfigError that says where.
-* A file is executed once per process, however often it is loaded. Its directory (for a module: the working directory)
-  is appended to ``sys.path``, so that user code may import its neighbours and never shadows an installed package.
+* A file is executed once per process, however often it is loaded, unless it is to be `fresh`. Its directory (for a module:
+  the working directory) is appended to ``sys.path``, so that user code may import its neighbours and never shadows an installed
+  package.
 """
 
 import difflib
@@ -24,17 +25,17 @@ NUM_NAMES_MAX = 8  # names listed in a message: enough to find a typo, short eno
 _LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
-def load_object(reference: str, what: str) -> Any:
+def load_object(reference: str, what: str, *, fresh: bool = False) -> Any:
     """The object that `reference` names. `what` says in messages what it is for, for example ``buffer.sampler``.
 
-    Relative file paths are taken from the working directory. Raises ConfigError for a reference without a colon, a
-    missing file, module or name, and for user code that fails while it is imported.
+    Relative file paths are taken from the working directory. `fresh`: a file is executed again, as it is now. Raises ConfigError
+    for a reference without a colon, a missing file, module or name, and for user code that fails while it is imported.
     """
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise ConfigError(f'{what} = "{reference}": expected "pkg.mod:Name" or "path/file.py:Name"')
     heading = f'{what} = "{reference}"'
-    module = _load_file(Path(place), heading) if is_file_reference(reference) else _load_module(place, heading)
+    module = _load_file(Path(place), heading, fresh) if is_file_reference(reference) else _load_module(place, heading)
     if not hasattr(module, name):
         raise ConfigError(f"{heading}: {place} has no {name}{_candidates(name, module)}")
     return getattr(module, name)
@@ -45,7 +46,7 @@ def is_file_reference(reference: str) -> bool:
     return reference.rpartition(":")[0].endswith(".py")
 
 
-def _load_file(path: Path, heading: str) -> ModuleType:
+def _load_file(path: Path, heading: str, fresh: bool) -> ModuleType:
     path = path.expanduser().absolute()
     if not path.is_file():
         nearby = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -53,7 +54,7 @@ def _load_file(path: Path, heading: str) -> ModuleType:
     path = path.resolve()
     # The checksum keeps two files of the same name in different directories apart.
     name = f"laminar_user_{path.stem}_{crc32(str(path).encode()):08x}"
-    if name in sys.modules:
+    if name in sys.modules and not fresh:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -64,7 +65,7 @@ def _load_file(path: Path, heading: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise _import_error(heading, str(path), error) from error
     return module
 

@@ -12,6 +12,7 @@ import msgspec
 
 from laminar import stacks
 from laminar.core.actions import AskSampler
+from laminar.core.amend import FIFO
 from laminar.core.events import SamplerAnswered
 from laminar.core.sampling import Sampler
 from laminar.errors import ConfigError
@@ -22,10 +23,11 @@ HANG_S = 2.0  # the event loop waits for it: far beyond any budget of a choice, 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-def load(reference: str, what: str) -> Sampler:
-    """One sampler of the class that `reference` names; `what` = the option that named it. Raises ConfigError."""
+def load(reference: str, what: str, *, fresh: bool = False) -> Sampler:
+    """One sampler of the class that `reference` names; `what` = the option that named it; `fresh`: a file is read again. Raises
+    ConfigError."""
     heading = f'{what} = "{reference}"'
-    factory = load_object(reference, what)
+    factory = load_object(reference, what, fresh=fresh)
     try:
         sampler = factory()
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -36,6 +38,38 @@ def load(reference: str, what: str) -> Sampler:
     if missing:
         raise ConfigError(f"{heading} has no method {', '.join(missing)}; see docs/samplers.md for the three it needs")
     return cast(Sampler, sampler)
+
+
+def chosen(reference: str, configured: Sampler | None) -> Sampler | None:
+    """The one that an operator has chosen in an earlier life of the run; without one, as configured. Raises ConfigError."""
+    if not reference:
+        return configured
+    return None if reference == FIFO else load(reference, "the sampler that an operator chose")
+
+
+class Samplers:
+    """The sampler that is asked, and those that an operator may put in its place: each is loaded before it is chosen."""
+
+    def __init__(self, sampler: Sampler | None) -> None:
+        """None = FIFO: none is asked."""
+        self._asked = GuardedSampler(sampler) if sampler else None
+        self._ready: dict[str, Sampler] = {}
+
+    def prepare(self, reference: str) -> None:
+        """Load it, from its file as it is now. May take as long as user code takes to import. Raises ConfigError."""
+        if reference != FIFO:
+            self._ready[reference] = load(reference, "sampler", fresh=True)
+
+    def use(self, reference: str) -> None:
+        """From now on this one is asked, from a fresh start. Raises ConfigError if it has to be loaded and cannot."""
+        if reference != FIFO and reference not in self._ready:
+            self.prepare(reference)
+        self._asked = GuardedSampler(self._ready.pop(reference)) if reference != FIFO else None
+
+    def ask(self, action: AskSampler) -> SamplerAnswered:
+        """Its choice, or what went wrong."""
+        assert self._asked is not None, "the settings name a custom sampler, but there is none"
+        return self._asked.ask(action)
 
 
 class GuardedSampler:

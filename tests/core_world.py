@@ -12,6 +12,7 @@ from laminar.core import actions, events, health, invariants
 from laminar.core.engine import Core
 from laminar.core.settings import Settings
 from laminar.ids import TrajectoryId, Version, WorkerId
+from tests import core_operator
 
 
 def settings(**changes: Any) -> Settings:
@@ -244,7 +245,7 @@ class World(Driver):
         self.hung: dict[WorkerId, int] = {}
         """Incarnations whose engine answers and does not generate any more."""
         self.operator = False
-        """Somebody holds passes, applies or skips what they decide, and takes replicas out, which come back later."""
+        """Somebody wishes for all that an operator can (`core_operator`), and applies or skips held decisions."""
 
     def run(self, events_max: int = 20_000) -> None:
         self._take(self._begin())
@@ -255,7 +256,7 @@ class World(Driver):
                 self._take(self.send(events.StopRequested(reason="asked")))
                 continue
             if self.restore_each and self.seq % self.restore_each == 0:
-                self.core = Core.restore(self.core.settings, self.core.snapshot())
+                self.core = Core.restore(self.core.configured, self.core.snapshot())
             self._take(self._next())
 
     def _begin(self) -> list[actions.AnyAction]:
@@ -278,12 +279,16 @@ class World(Driver):
             return self._operate() if self.operator and self.random.random() < 0.5 else self._fault()
         if self.core.state.held and self.random.random() < 0.5:
             return self._resolve()
+        if self.core.state.holds and self.random.random() < 0.1:
+            return self._release()
         choices: list[Callable[[], Any]] = []
         if self.pending:
             choices.append(lambda: self.pending.pop(self.random.randrange(len(self.pending)))())
         choices += [lambda name=name: self._progress(name) for name in busy]
         if not choices and self.core.state.held:
             return self._resolve()
+        if not choices and self.core.state.holds:
+            return self._release()
         if not choices and self.core.state.skipped:
             return self.report(next(iter(self.core.state.replicas)))
         if not choices and self.core.state.storage_failure and not (deadline and self.random.random() < 0.5):
@@ -358,7 +363,7 @@ class World(Driver):
     def _crash_controller(self) -> list[actions.AnyAction]:
         """All workers have to come back to the next one; some died meanwhile."""
         away_s = self.random.random() * 100.0
-        self.core = Core.restore(self.core.settings, self.core.snapshot())
+        self.core = Core.restore(self.core.configured, self.core.snapshot())
         state = self.core.state
         out = self.send(events.ControllerRestarted(boot=state.boot + 1, away_s=away_s), after=away_s)
         incarnations = {
@@ -434,15 +439,16 @@ class World(Driver):
         return []
 
     def _operate(self) -> list[actions.AnyAction]:
-        if self.random.random() < 0.3:
-            return self.send(events.DrainRequested(worker=self.random.choice(list(self.core.state.replicas))))
-        name = self.random.choice(["refresh", "dispatch", "repack", "sample"])
-        return self.send(events.HoldChanged(pass_name=name, held=self.random.random() < 0.5))
+        return self.send(core_operator.wish(self.core, self.random))
 
     def _resolve(self) -> list[actions.AnyAction]:
         verdict = self.random.choice(["apply", "apply", "skip"])
         number = self.random.choice(list(self.core.state.held))
         return self.send(events.DecisionResolved(decision=number, verdict=verdict))
+
+    def _release(self) -> list[actions.AnyAction]:
+        name = self.random.choice(["all", *self.core.state.holds])
+        return self.send(events.HoldChanged(pass_name=name, held=False))
 
     def _take(self, new: list[actions.AnyAction]) -> None:
         for action in new:

@@ -62,7 +62,7 @@ def test_recorded_events_give_the_same_actions_under_two_hash_seeds():
     assert len(made.log) > 100
     digests = {replay(made.log, hash_seed) for hash_seed in ("1", "4711")}
     assert len(digests) == 1
-    core = Core(made.core.settings)
+    core = Core(settings(**RICH))
     expected = hashlib.sha256()
     for event in made.log:
         decoded = msgspec.msgpack.decode(event, type=events.AnyEvent)
@@ -79,7 +79,7 @@ def test_another_log_gives_another_digest():
 @pytest.mark.parametrize("seed", range(6))
 def test_replay_of_the_log_gives_the_live_actions(seed):
     made = world(seed)
-    core = Core(made.core.settings)
+    core = Core(settings(**RICH))
     actions = [a for e in made.log for a in core.handle(msgspec.msgpack.decode(e, type=events.AnyEvent))]
     assert msgspec.msgpack.encode(actions) == trace(made)
 
@@ -88,11 +88,11 @@ def test_replay_of_the_log_gives_the_live_actions(seed):
 def test_a_core_restored_at_random_points_goes_on_the_same(seed):
     made = world(seed)
     points = random.Random(seed)
-    core = Core(made.core.settings)
+    core = Core(settings(**RICH))
     actions = []
     for event in made.log:
         if points.random() < 0.1:
-            core = Core.restore(made.core.settings, core.snapshot())
+            core = Core.restore(settings(**RICH), core.snapshot())
         actions += core.handle(msgspec.msgpack.decode(event, type=events.AnyEvent))
     assert msgspec.msgpack.encode(actions) == trace(made)
     assert core.snapshot() == made.core.snapshot()
@@ -114,7 +114,7 @@ def test_a_snapshot_of_a_restored_core_is_the_same_snapshot():
     while not made.core.state.finished:
         made._take(made._next())
         data = made.core.snapshot()
-        again = Core.restore(made.core.settings, data)
+        again = Core.restore(settings(**RICH), data)
         assert again.snapshot() == data
         assert again.state == made.core.state
         assert again.next_deadline() == made.core.next_deadline()

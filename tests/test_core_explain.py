@@ -97,7 +97,7 @@ def test_the_preview_of_a_repack_is_what_the_check_finds(name: str) -> None:
         for made in moments(name, seed):
             turn = made.core.look()
             shown = preview.plan(turn)
-            copy = Core.restore(made.core.settings, made.core.snapshot())
+            copy = Core.restore(made.core.configured, made.core.snapshot())
             moves.trigger(copy.look())
             moves.check(copy.look())
             assert copy.state.repack.reasons == {row.worker: row.reason for row in shown.candidates}
@@ -172,7 +172,9 @@ def test_a_held_pass_is_named_where_it_keeps_something_from_happening() -> None:
     driver = two()
     driver.send(events.HoldChanged(pass_name="refresh", held=True))
     driver.join("r2")
-    assert why(driver, "r2").line("refresh").text == "it is to pull; but the pass refresh is held by an operator"
+    assert why(driver, "r2").line("refresh").text == (
+        "it is to pull; but the pass refresh is held by an operator, decision 1 waits for a word"
+    )
 
 
 def test_a_lost_replica_says_what_is_done_about_it_and_an_unknown_one_names_those_that_are_there() -> None:

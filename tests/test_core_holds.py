@@ -2,9 +2,9 @@
 
 import pytest
 
-from laminar.core import actions, events
-from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica, TakeBatch
-from laminar.core.records import HeldDecision
+from laminar.core import actions, events, passes
+from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica, Repack, TakeBatch, Transfer
+from laminar.core.operator_records import HeldDecision, Hold
 from laminar.ids import GroupId, Version, WorkerId
 from tests.core_world import Driver, of, settings
 
@@ -29,6 +29,15 @@ def the_held(driver: Driver) -> HeldDecision:
 def resolve(driver: Driver, verdict: str = "apply", replacement=None) -> list[actions.AnyAction]:
     number = the_held(driver).id
     return driver.send(events.DecisionResolved(decision=number, verdict=verdict, replacement=replacement))
+
+
+def voided(driver: Driver, replacement=None) -> str:
+    """Why applying the held decision, or its replacement, did nothing but say so."""
+    (alarm,) = resolve(driver, replacement=replacement)
+    assert isinstance(alarm, actions.RaiseAlarm)
+    assert alarm.name == "decision-void"
+    assert driver.core.state.resolution.void in alarm.text
+    return driver.core.state.resolution.void
 
 
 def tick(driver: Driver) -> list[actions.AnyAction]:
@@ -103,17 +112,17 @@ def test_a_retry_can_be_held_too():
 
 
 @pytest.mark.parametrize(
-    "replacement",
+    ("replacement", "why"),
     [
-        DispatchNew(worker=WorkerId("nobody")),
-        DispatchQueued(worker=R0, group=GroupId(99), trajectories=[], restart=True),
-        RefreshReplica(worker=R0, version=Version(0, 0)),
-        TakeBatch(step=1, groups=[]),
+        (DispatchNew(worker=WorkerId("nobody")), "there is no replica nobody"),
+        (DispatchQueued(worker=R0, group=GroupId(99), trajectories=[], restart=True), "g0.99 has no queued siblings"),
+        (RefreshReplica(worker=R0, version=Version(0, 0)), "a RefreshReplica is no decision of the pass dispatch"),
+        (TakeBatch(step=1, groups=[]), "a TakeBatch is no decision of the pass dispatch"),
     ],
 )
-def test_a_replacement_that_does_not_fit_is_void(replacement):
+def test_a_replacement_that_does_not_fit_is_void(replacement, why):
     driver = dispatch_held()
-    assert resolve(driver, replacement=replacement) == []
+    assert voided(driver, replacement) == why
     assert the_held(driver).decision == DispatchNew(worker=R0), "decided anew"
 
 
@@ -128,7 +137,7 @@ def test_a_group_without_queued_siblings_cannot_be_restarted(complete):
     driver.join("r1")
     driver.refreshed("r1")
     again = DispatchQueued(worker=R1, group=group, trajectories=[], restart=True)
-    assert resolve(driver, replacement=again) == []
+    assert "has no queued siblings" in voided(driver, again)
 
 
 def test_a_dispatch_to_a_replica_that_was_lost_meanwhile_is_void():
@@ -137,7 +146,7 @@ def test_a_dispatch_to_a_replica_that_was_lost_meanwhile_is_void():
     driver.refreshed("r1")
     driver.lost("r0")
     assert the_held(driver).decision == DispatchNew(worker=R0)
-    assert resolve(driver) == []
+    assert voided(driver) == "there is no replica r0"
     assert the_held(driver).decision == DispatchNew(worker=R1)
 
 
@@ -150,7 +159,7 @@ def test_a_dispatch_applied_after_the_stop_starts_nothing():
     driver.refreshed("r1")
     assert isinstance(the_held(driver).decision, DispatchNew)
     driver.send(events.StopRequested(reason="asked"))
-    assert resolve(driver) == []
+    assert voided(driver) == "the run is stopping"
 
 
 def test_a_decision_applied_after_the_end_changes_nothing():
@@ -231,13 +240,21 @@ def test_an_edited_batch_is_trained_as_edited():
     assert driver.core.state.steps[1].groups == [ids[2], ids[0]]
 
 
-@pytest.mark.parametrize("kind", ["unknown", "twice", "empty", "wrong step"])
-def test_an_edited_batch_that_cannot_be_is_void(kind):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("unknown", "g0.7 is not in the buffer"),
+        ("twice", "a group is in it twice"),
+        ("empty", "a batch needs groups"),
+        ("wrong step", "the next step is 1, not 2"),
+    ],
+)
+def test_an_edited_batch_that_cannot_be_is_void(kind, why):
     driver = sample_held()
     ids = list(driver.core.state.buffer)
     groups = {"unknown": [GroupId(7)], "twice": [ids[0], ids[0]], "empty": []}.get(kind, ids[:2])
     step = 2 if kind == "wrong step" else 1
-    assert resolve(driver, replacement=TakeBatch(step=step, groups=groups)) == []
+    assert voided(driver, TakeBatch(step=step, groups=groups)) == why
     assert the_held(driver).decision == TakeBatch(step=1, groups=ids[:2])
 
 
@@ -277,7 +294,11 @@ def test_a_custom_samplers_choice_can_be_held_and_edited():
 
 def test_an_unknown_pass_cannot_be_held():
     driver = started("r0")
-    hold(driver, "coffee")
+    (alarm,) = hold(driver, "coffee")
+    assert (alarm.name, alarm.text) == (
+        "hold-refused",
+        "there is no pass 'coffee'; there are: refresh, repack, dispatch, sample, all",
+    )
     assert not driver.core.state.holds
 
 
@@ -317,3 +338,115 @@ def test_an_edit_of_another_kind_or_of_what_is_not_held_changes_nothing():
     driver.send(events.DecisionEdited(decision=held.id, replacement=TakeBatch(step=1, groups=[])))
     driver.send(events.DecisionEdited(decision=held.id + 7, replacement=DispatchNew(worker=R1)))
     assert the_held(driver).decision == DispatchNew(worker=R0)
+
+
+# ---- pauses ------------------------------------------------------------------------------------------------
+
+
+def pause(driver: Driver, name: str) -> list[actions.AnyAction]:
+    return driver.send(events.HoldChanged(pass_name=name, held=True, mode="pause"))
+
+
+def test_a_paused_pass_decides_and_shows_nothing_until_it_is_let_go():
+    driver = started()
+    pause(driver, "dispatch")
+    driver.join("r0")
+    driver.refreshed("r0")
+    tick(driver)
+    assert not driver.core.state.held
+    assert driver.core.state.holds == {"dispatch": Hold(mode="pause", since=driver.at)}
+    assert len(of(hold(driver, "dispatch", held=False), actions.StartGroup)) == 2
+
+
+def test_a_pass_that_is_paused_while_it_shows_a_decision_shows_it_no_more_and_can_be_stepped_again():
+    driver = dispatch_held()
+    pause(driver, "dispatch")
+    assert not driver.core.state.held
+    hold(driver, "dispatch")
+    assert the_held(driver).decision == DispatchNew(worker=R0)
+
+
+def test_all_passes_are_held_and_let_go_at_once():
+    driver = started("r0", repack_interval_s=1.0)
+    pause(driver, "all")
+    assert list(driver.core.state.holds) == ["refresh", "repack", "dispatch", "sample"]
+    driver.join("r1")
+    driver.complete_all("r0")
+    assert not of(tick(driver), actions.StartGroup)
+    new = hold(driver, "all", held=False)
+    assert [type(action) for action in new if not isinstance(action, actions.StartGroup)] == [
+        actions.PullWeights, actions.StartTrainStep
+    ]  # fmt: skip
+    assert not driver.core.state.holds
+
+
+def test_a_paused_sample_pass_asks_no_sampler():
+    driver = started("r0", custom_sampler=True, batch_groups=2, local_batch_groups=2)
+    pause(driver, "sample")
+    driver.complete_all("r0")
+    assert not driver.all(actions.AskSampler)
+    assert of(hold(driver, "sample", held=False), actions.AskSampler)
+
+
+def test_a_hold_on_another_pass_keeps_nobody_from_asking_the_sampler():
+    driver = started("r0", custom_sampler=True, batch_groups=2, local_batch_groups=2)
+    hold(driver, "sample")
+    hold(driver, "refresh")
+    driver.join("r1")
+    assert driver.core.state.held, "the pull of r1"
+    driver.complete_all("r0")
+    assert driver.all(actions.AskSampler)
+
+
+def test_what_generates_goes_on_while_every_pass_is_paused_and_nothing_is_lost():
+    driver = started("r0", "r1", repack_interval_s=1.0, checkpoint_every=1, progress_timeout_s=10.0, restarts_max=1)
+    pause(driver, "all")
+    driver.fill("r0")
+    lost = driver.generating("r1")
+    driver.lost("r1")
+    account = driver.core.state.ledger.trajectories
+    assert (account.buffered, account.in_flight, account.dropped) == (4, len(lost), {})
+    assert of(driver.send(events.TimerFired(), after=1.0), actions.StartWorker), "health and restarts go on"
+    driver.join("r1", incarnation=2)
+    hold(driver, "all", held=False)
+    assert driver.core.state.ledger.trajectories.dropped == {}
+    assert driver.core.state.trainer.running == 1
+
+
+def test_a_frame_in_which_nothing_ends_decides_nothing_although_a_decision_waits():
+    driver = dispatch_held()
+    driver.join("r1")
+    driver.refreshed("r1")
+    before = driver.core.snapshot()
+    assert driver.report("r1", running=1) == []
+    assert driver.core.state.dirty == {}
+    assert len(driver.core.snapshot()) == len(before)
+
+
+# ---- a word that counts for nothing ------------------------------------------------------------------------
+
+
+def test_why_a_word_on_a_decision_counts_for_nothing():
+    driver = dispatch_held()
+    turn, number = driver.core.look(), the_held(driver).id
+    word = events.DecisionResolved(decision=number, verdict="apply")
+    assert passes.why_not_resolved(turn, word) == ""
+    wrong = events.DecisionResolved(decision=number, verdict="apply", replacement=TakeBatch(step=1, groups=[]))
+    assert passes.why_not_resolved(turn, wrong) == "a TakeBatch is no decision of the pass dispatch"
+    gone = events.DecisionResolved(decision=99, verdict="apply")
+    assert passes.why_not_resolved(turn, gone) == f"decision 99 is not held (any more); held are: {number}"
+
+
+def test_a_part_of_a_repack_that_no_longer_fits_says_why_and_the_rest_is_done():
+    driver = started("r0", "r1", "r2", "r3", repack_interval_s=1.0, buffer_groups_max=8, local_batch_groups=2)
+    hold(driver, "repack")
+    transfers = [
+        Transfer(source=WorkerId(a), destination=WorkerId(b), trajectories=driver.generating(a), reason="by hand")
+        for a, b in (("r0", "r1"), ("r2", "nobody"))
+    ]
+    driver.core.state.held[7] = HeldDecision(
+        id=7, pass_name="repack", decision=Repack(transfers=transfers), held_at=driver.at
+    )
+    new = driver.send(events.DecisionResolved(decision=7, verdict="apply"))
+    assert [abort.worker for abort in of(new, actions.AbortAttempts)] == ["r0"]
+    assert driver.core.state.resolution.void == "nothing leaves r2: nobody is no other replica"

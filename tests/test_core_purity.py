@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from laminar.core import actions, decisions, engine, events, ledger, records
+from laminar.core import actions, decisions, engine, events, ledger, passes, records
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "laminar"
@@ -205,14 +205,15 @@ def test_every_action_is_either_in_the_table_or_done_when_handed_over():
     """An action that starts a procedure of the shell and is missing in the table would never be known to have ended."""
     at_once = {"AbortAttempts", "RecordTrajectories", "ForgetTokens", "StopWorker", "RaiseAlarm", "FinishRun"}
     at_once |= {"ArrangeChain", "RetainVersions", "RecordLostSteps", "Stalled"}
+    at_once |= {"BreakpointHit", "UseSampler", "ReconfigureReplica"}
     names = {kind.__name__ for kind in get_args(actions.AnyAction)}
     assert documented().keys() == names - at_once
 
 
 def test_every_decision_kind_belongs_to_one_pass():
-    kinds = [kind for of_pass in engine._KINDS.values() for kind in of_pass]
+    kinds = [kind for of_pass in passes.KINDS.values() for kind in of_pass]
     assert sorted(map(repr, kinds)) == sorted(map(repr, get_args(decisions.AnyDecision)))
-    assert engine._KINDS.keys() == engine._PASSES.keys()
+    assert passes.KINDS.keys() == passes.PASSES.keys()
 
 
 def test_the_ledger_places_are_the_group_states():

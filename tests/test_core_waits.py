@@ -69,13 +69,26 @@ def test_a_publication_waits_for_the_trainer_and_then_for_the_relay_that_collect
 
 def test_a_full_buffer_makes_new_groups_wait_for_the_trainer():
     driver = running(buffer_groups_max=4)
-    driver.core.state.holds["sample"] = None
+    driver.send(events.HoldChanged(pass_name="sample", held=True))
     driver.fill("r0", "r1")
     told = found(driver)
     assert told["new groups"].on == ["trainer"]
     assert told["trainer"].on == ["decision 1"]
     assert told["decision 1"].on == ["operator"]
+    assert told["pass sample"].what == "the pass sample is held by an operator, decision 1 waits for a word"
     assert told["r0"].on == ["new groups"] or told["r0"].what.startswith("a newer version")
+
+
+def test_what_a_pause_holds_back_waits_for_the_pass():
+    driver = running()
+    driver.send(events.HoldChanged(pass_name="all", held=True, mode="pause"))
+    driver.fill("r0")
+    driver.join("r2")
+    told = found(driver)
+    assert told["trainer"].on == ["pass sample"]
+    assert told["r0"].on == ["pass dispatch"]
+    assert (told["r2"].what, told["r2"].on) == ("its pull, which is held", ["pass refresh"])
+    assert told["pass refresh"].what == "the pass refresh is paused by an operator"
 
 
 def test_what_the_disk_holds_up_waits_for_the_disk():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar import checkpoints, wire
+from laminar import checkpoints, samplers, wire
 from laminar.config import Config
 from laminar.controller import answers, metricsfile, otel, recovery
 from laminar.controller.archive import Archive
@@ -182,7 +182,7 @@ class Application:
             checkpoints_at=run.checkpoints,
             keep_last=config.trainer.keep_last,
             keep_every=config.trainer.keep_every,
-            sampler=self._sampler,
+            sampler=samplers.chosen(core.state.sampler, self._sampler),
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=self._tell,
@@ -242,7 +242,7 @@ class Application:
         self._watches.start()
         self._runtime.own(self._dashboard.run(), "dashboard")
         url = await self._listen()
-        self._log.write(*answers.beginning(self._boot, self._runtime.core.settings, self._data_state))
+        self._log.write(*answers.beginning(self._boot, self._runtime.core.configured, self._data_state))
         self._runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -22,7 +22,7 @@ from laminar.controller.runtime import Runtime
 from laminar.core import actions, events
 from laminar.core.sampling import Sampler
 from laminar.ids import GroupId, TrajectoryId, WorkerId
-from laminar.samplers import GuardedSampler
+from laminar.samplers import Samplers
 
 logger = structlog.get_logger(__name__)
 
@@ -56,6 +56,7 @@ NOT_REPLAYED = (
     actions.AskSampler,  # asked anew
     actions.StartWorker,  # processes are looked for, see `laminar.controller.recovery`
     actions.RaiseAlarm,  # told already
+    actions.BreakpointHit,
     actions.Stalled,
     actions.FinishRun,
 )
@@ -86,7 +87,7 @@ class Effects:
         self._runtime, self._channels, self._log, self._prompts = runtime, channels, log, prompts
         self.tokens = tokens
         self._checkpoints, self._keep_last, self._keep_every = checkpoints_at, keep_last, keep_every
-        self._sampler = GuardedSampler(sampler) if sampler else None
+        self.samplers = Samplers(sampler)
         self._stop_process, self._alarm, self._stalled = stop_process, alarm, stalled
         self._start_process, self._committed = start_process, committed
         self.relay_addresses: dict[WorkerId, wire.Neighbour] = {}
@@ -108,6 +109,9 @@ class Effects:
             actions.StopWorker: self._stop_worker,
             actions.StartWorker: lambda a: self._start_process(a.worker),
             actions.RaiseAlarm: self._raise_alarm,
+            actions.BreakpointHit: self._on_breakpoint,
+            actions.UseSampler: lambda a: self.samplers.use(a.reference),
+            actions.ReconfigureReplica: self._reconfigure,
             actions.Stalled: lambda a: self._stalled(),
         }
 
@@ -163,6 +167,10 @@ class Effects:
         message = wire.Evaluate(
             evaluation=action.evaluation, version=action.version, prompts=list(self._prompts.held_out)
         )
+        self._channels.send(action.worker, message, action.cause)
+
+    def _reconfigure(self, action: actions.ReconfigureReplica) -> None:
+        message = wire.Reconfigure(flush_interval_s=action.flush_interval_s)
         self._channels.send(action.worker, message, action.cause)
 
     def _stop_worker(self, action: actions.StopWorker) -> None:
@@ -232,8 +240,7 @@ class Effects:
     # ---- sampler -------------------------------------------------------------------------------------------
 
     def _ask_sampler(self, action: actions.AskSampler) -> None:
-        assert self._sampler is not None, "the settings name a custom sampler, the application gave none"
-        self._runtime.post(self._sampler.ask(action))
+        self._runtime.post(self.samplers.ask(action))
 
     # ---- records -------------------------------------------------------------------------------------------
 
@@ -256,3 +263,7 @@ class Effects:
     def _raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self._log.write("INSERT INTO alarms VALUES (?, ?, ?)", (self._runtime.now(), action.name, action.text))
         self._alarm(action.name, action.text)
+
+    def _on_breakpoint(self, action: actions.BreakpointHit) -> None:
+        text = f"{action.breakpoint} ({action.where}): {action.text}; the run is held until an operator lets it go"
+        self._raise_alarm(actions.RaiseAlarm(cause=action.cause, name="breakpoint", text=text))

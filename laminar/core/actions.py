@@ -187,6 +187,29 @@ class RaiseAlarm(Action, frozen=True, kw_only=True):
     text: str
 
 
+class BreakpointHit(Action, frozen=True, kw_only=True):
+    """Tell people that the run is held, and why."""
+
+    breakpoint: int
+    where: str
+    """The breakpoint as a console takes it."""
+    text: str
+    """What met it."""
+
+
+class UseSampler(Action, frozen=True, kw_only=True):
+    """From now on this sampler is asked, from a fresh start; ``fifo`` = none is."""
+
+    reference: str
+
+
+class ReconfigureReplica(Action, frozen=True, kw_only=True):
+    """The replica flushes its tokens this often from now on; 0 = as configured."""
+
+    worker: WorkerId
+    flush_interval_s: float
+
+
 class Stalled(Action, frozen=True, kw_only=True):
     """Nothing useful has happened since then although there is something to do: write down who waits for what."""
 
@@ -204,5 +227,5 @@ class FinishRun(Action, frozen=True, kw_only=True):
 AnyAction = (
     StartGroup | AbortAttempts | PullWeights | RunEvaluation | StartTrainStep | PublishVersion | ArrangeChain | RetainVersions
     | SaveCheckpoint | AskSampler | RecordTrajectories | RecordLostSteps | ForgetTokens | StopWorker | StartWorker | RaiseAlarm
-    | Stalled | FinishRun
+    | BreakpointHit | UseSampler | ReconfigureReplica | Stalled | FinishRun
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """Custom samplers from the core's side: when to ask, and what to do with a bad answer."""
 
-from laminar.core import bounds, versions
+from laminar.core import bounds, holds, versions
 from laminar.core.actions import AskSampler, RaiseAlarm
 from laminar.core.dispatch import gate_is_open, num_outstanding
 from laminar.core.events import SamplerAnswered
-from laminar.core.records import Group, SamplerRequest
-from laminar.core.sampling import BufferView, GroupView, problem
+from laminar.core.records import Group
+from laminar.core.sampling import BufferView, GroupView, SamplerRequest, SamplerWord, problem
 from laminar.core.training import can_take_batch
 from laminar.core.turn import Turn
 
@@ -39,7 +39,7 @@ def ask(turn: Turn) -> None:
     state, settings = turn.state, turn.settings
     if not settings.custom_sampler or state.sampler_request or state.sampler_answer:
         return
-    if "sample" in state.holds and state.held:
+    if holds.is_paused(state, "sample") or holds.shown(state, "sample"):
         return
     if not can_take_batch(turn) or len(state.buffer) < settings.batch_groups:
         return
@@ -69,18 +69,26 @@ def on_answered(turn: Turn, event: SamplerAnswered) -> None:
         return
     state.sampler_request = None
     state.sampler_state = event.state or state.sampler_state
-    if event.error:
-        _refuse(turn, event.error)
-    elif event.elapsed_ms > turn.settings.sampler_budget_ms:
-        _refuse(turn, f"took {event.elapsed_ms:.1f} ms, allowed are {turn.settings.sampler_budget_ms:g} ms")
-    elif fault := problem(event.groups, state.buffer, turn.settings.batch_groups):
+    fault = _fault(turn, event)
+    state.sampler_word = SamplerWord(request=event.request, at=turn.at, groups=event.groups, fault=fault)
+    if fault:
         _refuse(turn, fault)
-    elif event.groups and (fault := bounds.refusal(turn, event.groups)):
-        _refuse(turn, f"chose a batch that cannot be trained: {fault}")
     elif event.groups:
         state.sampler_answer = event.groups
     else:
         _starve(turn)
+
+
+def _fault(turn: Turn, event: SamplerAnswered) -> str:
+    """Why its choice is not used; empty = it is."""
+    if event.error:
+        return event.error
+    if event.elapsed_ms > turn.settings.sampler_budget_ms:
+        return f"took {event.elapsed_ms:.1f} ms, allowed are {turn.settings.sampler_budget_ms:g} ms"
+    if fault := problem(event.groups, turn.state.buffer, turn.settings.batch_groups):
+        return fault
+    fault = bounds.refusal(turn, event.groups) if event.groups else ""
+    return f"chose a batch that cannot be trained: {fault}" if fault else ""
 
 
 def _refuse(turn: Turn, fault: str) -> None:

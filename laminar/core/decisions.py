@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
+from laminar.ids import GroupId, TrajectoryId, Version, WorkerId, format_id
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -59,10 +59,18 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
 AnyDecision = DispatchNew | DispatchQueued | RefreshReplica | Repack | TakeBatch
 
 
-class HeldDecision(msgspec.Struct, kw_only=True):
-    """A decision that waits for the operator."""
-
-    id: int
-    pass_name: str
-    decision: AnyDecision
-    held_at: float
+def in_words(decision: AnyDecision) -> str:
+    """What it would do, in a line."""
+    if isinstance(decision, DispatchNew):
+        return f"a new group begins on {decision.worker}"
+    if isinstance(decision, DispatchQueued):
+        how = "start again" if decision.restart else "go on"
+        return (
+            f"{len(decision.trajectories)} queued siblings of g{format_id(decision.group)} {how} on {decision.worker}"
+        )
+    if isinstance(decision, RefreshReplica):
+        return f"{decision.worker} pulls {decision.version} from its {decision.source}"
+    if isinstance(decision, TakeBatch):
+        return f"step {decision.step} gets a batch of {len(decision.groups)} groups"
+    moves = [f"{len(t.trajectories)} from {t.source} to {t.destination}" for t in decision.transfers]
+    return f"trajectories move: {', '.join(moves)}"

@@ -6,7 +6,7 @@
 Only a replica that takes work is given any (`laminar.core.health`).
 """
 
-from laminar.core import bounds, failover, fleet, groups, health, refresh, relays, versions
+from laminar.core import bounds, failover, fleet, groups, health, refresh, relays, story, versions
 from laminar.core.decisions import DispatchNew, DispatchQueued
 from laminar.core.records import Group, Replica, State
 from laminar.core.turn import Turn
@@ -56,7 +56,8 @@ def held_back_by(turn: Turn) -> str:
         return "ready_groups_max"
     outstanding = num_outstanding(state)
     last_leased = max(max(state.steps, default=0), state.trainer.step)
-    if outstanding >= (settings.steps - last_leased) * settings.batch_groups:
+    last = min(settings.steps, state.stop_after or settings.steps)
+    if outstanding >= (last - last_leased) * settings.batch_groups:
         return "steps"
     return "buffer_groups_max" if outstanding >= settings.buffer_groups_max else ""
 
@@ -133,25 +134,29 @@ def _expected(turn: Turn, group: Group, queued: list[TrajectoryId]) -> DispatchQ
     return None
 
 
-def apply(turn: Turn, decision: DispatchNew | DispatchQueued) -> None:
-    """Start the group's siblings; a decision that no longer fits (it was held for long) is void."""
+def apply(turn: Turn, decision: DispatchNew | DispatchQueued) -> str:
+    """Start the group's siblings. Why the decision is void (it was held for long, or edited); empty = it is done."""
     replica = turn.state.replicas.get(decision.worker)
-    if replica is None or turn.state.stopping or not health.takes_work(turn.state, replica):
-        return
-    if isinstance(decision, DispatchNew):
-        if why_none_begins(turn) or why_no_new_group(turn, replica):
-            return
-        refresh.admit(turn, replica)
-        group = groups.open_group(turn)
-        _start(turn, replica, group, list(group.trajectories))
-        return
-    _start_queued(turn, replica, decision)
+    if turn.state.stopping:
+        return "the run is stopping"
+    if replica is None:
+        return f"there is no replica {decision.worker}"
+    if reason := health.why_no_work(turn.state, replica):
+        return f"{replica.id} is given nothing: {reason}"
+    if isinstance(decision, DispatchQueued):
+        return _start_queued(turn, replica, decision)
+    if reason := why_none_begins(turn) or why_no_new_group(turn, replica):
+        return f"no group begins on {replica.id}: {reason}"
+    refresh.admit(turn, replica)
+    group = groups.open_group(turn)
+    _start(turn, replica, group, list(group.trajectories))
+    return ""
 
 
-def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> None:
+def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> str:
     group = turn.state.groups.get(decision.group)
     if group is None or group.id not in turn.state.requeue:
-        return
+        return f"{story.group(decision.group)} has no queued siblings"
     queued = groups.queued(turn.state, group)
     chosen = [t for t in decision.trajectories if t in queued]
     if decision.restart:
@@ -163,6 +168,7 @@ def _start_queued(turn: Turn, replica: Replica, decision: DispatchQueued) -> Non
         _start(turn, replica, group, chosen)
     if not groups.queued(turn.state, group):
         turn.state.requeue.pop(group.id, None)
+    return "" if chosen else f"{replica.id} can go on with none of these siblings, which are of {group.version}"
 
 
 def _start(turn: Turn, replica: Replica, group: Group, chosen: list[TrajectoryId]) -> None:

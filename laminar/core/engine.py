@@ -1,16 +1,18 @@
 """The one door of the core: `Core.handle(event) -> actions`.
 
 Handlers record facts. Then `_settle` runs the passes until none of them has anything to decide: refresh, repack, dispatch and
-sample yield decisions that can be held (see `laminar.core.decisions`); the rest follows from the facts.
+sample yield decisions that can be held (`laminar.core.passes`); the rest follows from the facts.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from laminar.core import (
+    amend,
     bounds,
+    breakpoints,
+    checkpointing,
     choice,
-    dispatch,
     evaluation,
     events,
     failover,
@@ -19,6 +21,7 @@ from laminar.core import (
     limits,
     moves,
     outage,
+    passes,
     recovery,
     refresh,
     relays,
@@ -30,18 +33,10 @@ from laminar.core import (
     stragglers,
     timers,
     training,
+    tuning,
     versions,
 )
 from laminar.core.actions import AnyAction, StopWorker
-from laminar.core.decisions import (
-    AnyDecision,
-    DispatchNew,
-    DispatchQueued,
-    HeldDecision,
-    RefreshReplica,
-    Repack,
-    TakeBatch,
-)
 from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
@@ -49,18 +44,18 @@ from laminar.core.turn import Turn
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId
 
-DECISIONS_MAX = 1_000_000  # per event; a pass that never stops proposing is a bug, not a busy run
-
 
 class Core:
     """All scheduling state of a run. Not thread-safe; no I/O, no clock, no chance."""
 
     def __init__(self, settings: Settings, state: State | None = None) -> None:
         """Raises ConfigError for settings with which a run could go no further."""
-        if problems := limits.problems(settings):
-            raise ConfigError("these settings cannot work:\n  " + "\n  ".join(problems))
-        self.settings = settings
         self.state = state if state is not None else State()
+        self.configured = settings
+        self.settings = amend.amended(settings, self.state)
+        """What applies now: as configured, with what an operator has changed."""
+        if problems := limits.problems(self.settings):
+            raise ConfigError("these settings cannot work:\n  " + "\n  ".join(problems))
         self.story = story.Story()
 
     @classmethod
@@ -76,14 +71,22 @@ class Core:
         assert event.seq == state.seq + 1, f"event {event.seq} after {state.seq}"
         state.seq = event.seq
         state.at = max(state.at, event.at)
-        skipped, state.skipped = state.skipped, {}
         turn = Turn(state, self.settings, self.story)
         self.story.begin(event)
+        if state.skipped:
+            state.skipped = {}
+            turn.look_again()
+        watch = breakpoints.Watch(turn) if state.breakpoints else None
         _HANDLERS[type(event)](turn, event)
-        if state.dirty or skipped or not isinstance(event, events.ReplicaReported):
+        if watch:
+            watch.look(turn, event)
+        if state.dirty or not isinstance(event, events.ReplicaReported):
             _settle(turn)  # else it is a frame in which nothing ended, as most are: what was settled before still is
+        if watch:
+            watch.look(turn, None)
         if state.stall.told:
             stall.look(turn)
+        self.settings = turn.settings
         return turn.actions
 
     def next_deadline(self) -> float | None:
@@ -225,65 +228,7 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         moves.trigger(turn)
 
 
-# ---- held decisions ----------------------------------------------------------------------------------------
-
-
-def _on_hold(turn: Turn, event: events.HoldChanged) -> None:
-    state = turn.state
-    if event.held and event.pass_name in _PASSES:
-        state.holds[event.pass_name] = None
-    else:
-        state.holds.pop(event.pass_name, None)
-        state.held = {k: held for k, held in state.held.items() if held.pass_name != event.pass_name}
-    turn.look_again()
-
-
-def _on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
-    state = turn.state
-    held = state.held.pop(event.decision, None)
-    if held is None:
-        return
-    turn.look_again()
-    decision = event.replacement or held.decision
-    if event.verdict == "apply":
-        if isinstance(decision, _KINDS[held.pass_name]) and not state.finished:
-            _PASSES[held.pass_name][1](turn, decision)
-    else:
-        state.skipped[held.pass_name] = None
-        state.repack.planned = [] if held.pass_name == "repack" else state.repack.planned
-
-
-def _on_edited(turn: Turn, event: events.DecisionEdited) -> None:
-    held = turn.state.held.get(event.decision)
-    if held is not None and isinstance(event.replacement, _KINDS[held.pass_name]):
-        held.decision = event.replacement
-        turn.tell(f"held decision {held.id} is edited")
-
-
-def _run_pass(turn: Turn, name: str) -> bool:
-    """Decide until there is nothing more to decide. True if anything was."""
-    propose, apply = _PASSES[name]
-    state, progressed = turn.state, False
-    if (state.skipped or state.held) and _is_suspended(state, name):
-        return False
-    turn.begin_pass()
-    for _ in range(DECISIONS_MAX):
-        decision = propose(turn)
-        if decision is None:
-            return progressed
-        if name in state.holds:
-            state.num_decisions += 1
-            number = state.num_decisions
-            state.held[number] = HeldDecision(id=number, pass_name=name, decision=decision, held_at=turn.at)
-            return progressed
-        apply(turn, decision)
-        progressed = True
-    raise AssertionError(f"pass {name} proposed {DECISIONS_MAX} decisions for event {turn.cause}")
-
-
-def _is_suspended(state: State, name: str) -> bool:
-    """Whether a decision of the pass is held, or was skipped just now."""
-    return name in state.skipped or any(held.pass_name == name for held in state.held.values())
+# ---- deciding ----------------------------------------------------------------------------------------------
 
 
 def _settle(turn: Turn) -> None:
@@ -304,33 +249,18 @@ def _settle(turn: Turn) -> None:
             state.review_due = False
             refresh.review(turn)
             retention.review(turn)
-        progressed = _run_pass(turn, "refresh")
+        progressed = passes.run(turn, "refresh")
         moves.check(turn)
-        progressed |= _run_pass(turn, "repack")
-        progressed |= _run_pass(turn, "dispatch")
+        progressed |= passes.run(turn, "repack")
+        progressed |= passes.run(turn, "dispatch")
         progressed |= bounds.sweep(turn)
         progressed |= fleet.release_drained(turn)
         choice.ask(turn)
-        progressed |= _run_pass(turn, "sample")
+        progressed |= passes.run(turn, "sample")
         progressed |= training.start_leased(turn)
         progressed |= training.finish(turn)
-    if not (state.held or state.skipped):
-        state.dirty = {}
+    state.dirty = {}
 
-
-_PASSES: dict[str, tuple[Callable[[Turn], AnyDecision | None], Callable[[Turn, Any], None]]] = {
-    "refresh": (fleet.propose_refresh, fleet.apply_refresh),
-    "repack": (moves.propose, moves.apply),
-    "dispatch": (dispatch.propose, dispatch.apply),
-    "sample": (training.propose_batch, training.apply_batch),
-}
-
-_KINDS: dict[str, tuple[type[AnyDecision], ...]] = {
-    "refresh": (RefreshReplica,),
-    "repack": (Repack,),
-    "dispatch": (DispatchNew, DispatchQueued),
-    "sample": (TakeBatch,),
-}
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.RunStarted: _on_started,
@@ -354,8 +284,8 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.StepFinished: _on_step_finished,
     events.StepFailed: training.on_step_failed,
     events.ShardsWritten: versions.on_shards_written,
-    events.CheckpointSaved: training.on_checkpoint_saved,
-    events.CheckpointFailed: training.on_checkpoint_failed,
+    events.CheckpointSaved: checkpointing.on_checkpoint_saved,
+    events.CheckpointFailed: checkpointing.on_checkpoint_failed,
     events.RelayJoined: relays.on_joined,
     events.VersionReady: relays.on_ready,
     events.VersionLost: versions.on_lost,
@@ -365,7 +295,14 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     events.LinkSlow: relays.on_link_slow,
     events.SamplerAnswered: choice.on_answered,
     events.DrainRequested: fleet.on_drain,
-    events.HoldChanged: _on_hold,
-    events.DecisionResolved: _on_resolved,
-    events.DecisionEdited: _on_edited,
+    events.HoldChanged: passes.on_hold,
+    events.DecisionResolved: passes.on_resolved,
+    events.DecisionEdited: passes.on_edited,
+    events.BreakpointSet: breakpoints.on_set,
+    events.BreakpointCleared: breakpoints.on_cleared,
+    events.SettingsChanged: amend.on_settings_changed,
+    events.SamplerChanged: amend.on_sampler_changed,
+    events.ReplicaSettingsChanged: tuning.on_replica_settings,
+    events.CheckpointRequested: amend.on_checkpoint_requested,
+    events.StopAfterStep: amend.on_stop_after_step,
 }

@@ -115,6 +115,14 @@ def supersede(turn: Turn, restored: int) -> None:
             evaluation.done = evaluation.done or evaluation.worker is None
 
 
+def supersede_before(turn: Turn, last: int) -> None:
+    """The run goes on to step `last`: what was measured of the weights of an earlier one was not of its last."""
+    for evaluation in turn.state.evaluations:
+        if evaluation.name == "after" and evaluation.version is not None and evaluation.version.step < last:
+            evaluation.name = "superseded"
+            evaluation.done = evaluation.done or evaluation.worker is None
+
+
 def _release(turn: Turn, evaluation: Evaluation) -> None:
     if evaluation.worker in turn.state.replicas:
         turn.state.dirty[evaluation.worker] = None

@@ -2,8 +2,13 @@
 
 import msgspec
 
+from laminar.core.attempts import AbortedAttempt as AbortedAttempt
+from laminar.core.attempts import FailedAttempt as FailedAttempt
+from laminar.core.attempts import FinishedAttempt as FinishedAttempt
+from laminar.core.attempts import RewardedAttempt as RewardedAttempt
 from laminar.core.decisions import AnyDecision
-from laminar.ids import GroupId, TrajectoryId, Version, WorkerId
+from laminar.core.operator_records import Condition, Mode, Value
+from laminar.ids import GroupId, Version, WorkerId
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -97,43 +102,6 @@ class WorkerLost(Event, frozen=True, kw_only=True):
     worker: WorkerId
     incarnation: int
     reason: str
-
-
-class FinishedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Generation of one attempt ended."""
-
-    trajectory: TrajectoryId
-    attempt: int
-    finish_reason: str
-    num_prompt_tokens: int
-    num_tokens: int
-    queued_s: float
-    decode_s: float
-
-
-class RewardedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One attempt has its reward."""
-
-    trajectory: TrajectoryId
-    attempt: int
-    reward: float
-    parts: dict[str, float]
-
-
-class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One attempt ended without a usable trajectory. `kind` is ``data`` or ``infra``."""
-
-    trajectory: TrajectoryId
-    attempt: int
-    kind: str
-    reason: str
-
-
-class AbortedAttempt(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One attempt was stopped as asked; all its tokens have been reported."""
-
-    trajectory: TrajectoryId
-    attempt: int
 
 
 class ReplicaReported(Event, frozen=True, kw_only=True):
@@ -334,10 +302,11 @@ class DrainRequested(Event, frozen=True, kw_only=True):
 
 
 class HoldChanged(Event, frozen=True, kw_only=True):
-    """An operator holds a pass (``dispatch``, ``refresh``, ``sample``) or lets it go."""
+    """An operator holds a pass (``dispatch``, ``refresh``, ``repack``, ``sample``, or ``all``) or lets it go."""
 
     pass_name: str
     held: bool
+    mode: Mode = "step"
 
 
 class DecisionResolved(Event, frozen=True, kw_only=True):
@@ -356,6 +325,52 @@ class DecisionEdited(Event, frozen=True, kw_only=True):
     replacement: AnyDecision
 
 
+class BreakpointSet(Event, frozen=True, kw_only=True):
+    """An operator wants the run held at decisions of a pass, or at events of a kind (`laminar.core.breakpoints`)."""
+
+    where: str
+    conditions: list[Condition] = []
+
+
+class BreakpointCleared(Event, frozen=True, kw_only=True):
+    """An operator wants a breakpoint no more."""
+
+    breakpoint: int
+    """0 = all of them."""
+
+
+class SettingsChanged(Event, frozen=True, kw_only=True):
+    """An operator changes settings of the core (`laminar.core.amend`): all of these, or none."""
+
+    changes: dict[str, Value]
+
+
+class SamplerChanged(Event, frozen=True, kw_only=True):
+    """An operator wants another sampler, which has been loaded: ``fifo``, ``pkg.mod:Class`` or ``file.py:Class``."""
+
+    reference: str
+
+
+class ReplicaSettingsChanged(Event, frozen=True, kw_only=True):
+    """An operator changes what one replica, or every one, may do; None = as it is, 0 = as it was started."""
+
+    worker: WorkerId = WorkerId("")
+    """Empty = every replica, also those that join later."""
+    flush_interval_s: float | None = None
+    num_requests_max: int | None = None
+
+
+class CheckpointRequested(Event, frozen=True, kw_only=True):
+    """An operator wants a checkpoint: after the running step, or at once."""
+
+
+class StopAfterStep(Event, frozen=True, kw_only=True):
+    """An operator wants the run to stop when this step ends."""
+
+    step: int
+    """0 = it is to go on after all."""
+
+
 AnyEvent = (
     RunStarted | ControllerRestarted | ControllerPaused | TimerFired
     | StopRequested | FailureReported | StorageFailed | StorageRecovered
@@ -363,5 +378,6 @@ AnyEvent = (
     | ReplicaReported | ReplicaRefreshed | ReplicaRefreshFailed | EvaluationFinished | EvaluationFailed
     | TrainerRankReady | StepFinished | StepFailed | ShardsWritten | CheckpointSaved | CheckpointFailed
     | RelayJoined | VersionReady | VersionLost | VersionHeld | VersionDropped | LinkBroken | LinkSlow
-    | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved | DecisionEdited
+    | SamplerAnswered | DrainRequested | HoldChanged | DecisionResolved | DecisionEdited | BreakpointSet | BreakpointCleared
+    | SettingsChanged | SamplerChanged | ReplicaSettingsChanged | CheckpointRequested | StopAfterStep
 )  # fmt: skip

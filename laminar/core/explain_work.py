@@ -96,6 +96,8 @@ def _sampler(turn: Turn, group: Group) -> Line:
         )
     if state.sampler_request:
         return Line("sampler", f"it is asked for {state.sampler_request.num_groups} groups and has not answered")
+    if (word := state.sampler_word) and word.fault:
+        return Line("sampler", f"its last choice was not used: it {word.fault}", False)
     if state.sampler_starved:
         return Line("sampler", "it chose nothing, and is asked again when another group completes", False)
     return Line("sampler", "it is asked when the trainer waits for a batch and enough groups are complete")

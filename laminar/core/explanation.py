@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from laminar.core import holds
 from laminar.core.records import State
 
 NAMES_SHOWN = 12  # of replicas or groups in one sentence; the rest is counted
@@ -42,8 +43,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def held(state: State, name: str) -> str:
-    """That an operator holds this pass, as the end of a sentence; empty = nobody does."""
-    return f"; but the pass {name} is held by an operator" if name in state.holds else ""
+    """Who keeps this pass from deciding, as the end of a sentence; empty = nobody."""
+    reason = holds.why(state, name)
+    return f"; but {reason}" if reason else ""
 
 
 def seconds(turn_at: float, since: float) -> str:

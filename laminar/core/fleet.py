@@ -9,7 +9,7 @@ generates any more and there is a newer version, it pulls that.
 Only a healthy one is given work (`laminar.core.health`).
 """
 
-from laminar.core import failover, groups, health, limits, recovery, relays, story, versions
+from laminar.core import failover, groups, health, limits, recovery, relays, story, tuning, versions
 from laminar.core.actions import PullWeights, RaiseAlarm, StopWorker
 from laminar.core.decisions import RefreshReplica
 from laminar.core.events import DrainRequested, ReplicaJoined, ReplicaRefreshed, ReplicaRefreshFailed
@@ -42,6 +42,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
         host=event.host,
         num_requests_max=event.num_requests_max,
         kv_tokens_max=event.kv_tokens_max,
+        num_requests_able=event.num_requests_max,
         num_requests_memory_bound=event.num_requests_memory_bound,
         quarantined=event.worker in state.fenced,
     )
@@ -50,6 +51,7 @@ def on_joined(turn: Turn, event: ReplicaJoined) -> None:
     state.review_due = True
     recovery.joined(turn, event.worker)
     turn.tell("joined", story.worker(event.worker))
+    tuning.joined(turn, state.replicas[event.worker])
 
 
 def _refuse(turn: Turn, event: ReplicaJoined, why: str) -> None:
@@ -123,7 +125,7 @@ def on_drain(turn: Turn, event: DrainRequested) -> None:
     """The replica admits nothing more, if it can be spared."""
     refusal = why_not_drained(turn.state, event.worker)
     if refusal:
-        turn.emit(RaiseAlarm(cause=turn.cause, name="drain-refused", text=refusal))
+        turn.refuse("drain", refusal)
         return
     replica = turn.state.replicas[event.worker]
     replica.draining = True
@@ -253,14 +255,18 @@ def why_no_pull(turn: Turn, replica: Replica) -> str:
     return "" if _pull(turn, replica) else "there is nothing newer for it at its relay"
 
 
-def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
-    """Start the pull; a decision that no longer fits (it was held for long) is void."""
+def apply_refresh(turn: Turn, decision: RefreshReplica) -> str:
+    """Start the pull. Why the decision is void (it was held for long, or edited); empty = it is done."""
     state, version = turn.state, decision.version
     replica = state.replicas.get(decision.worker)
-    if state.stopping or replica is None or not is_drained(turn, replica):
-        return
+    if state.stopping:
+        return "the run is stopping"
+    if replica is None:
+        return f"there is no replica {decision.worker}"
+    if reason := why_occupied(turn, replica):
+        return f"{replica.id} cannot pull now: {reason}"
     if not failover.can_give(turn, replica, version, decision.source):
-        return
+        return f"no {decision.source} can give {version} to {replica.id}"
     if replica.id in state.failovers and state.failovers[replica.id].version != version:
         failover.end(turn, replica)
     record = versions.find(state, version)
@@ -269,3 +275,4 @@ def apply_refresh(turn: Turn, decision: RefreshReplica) -> None:
     digest = record.digest if record else ""
     turn.emit(PullWeights(cause=turn.cause, worker=replica.id, version=version, digest=digest, source=decision.source))
     turn.tell(f"pulls {version}", story.worker(replica.id), story.version(version))
+    return ""

@@ -248,6 +248,11 @@ def queued(state: State, group: Group) -> list[TrajectoryId]:
     return [t for t in group.trajectories if state.trajectories[t].state == TrajectoryState.QUEUED]
 
 
+def members(state: State, groups: list[GroupId]) -> list[Trajectory]:
+    """The siblings of these groups, group by group."""
+    return [state.trajectories[t] for group in groups for t in state.groups[group].trajectories]
+
+
 def queued_for(turn: Turn, replica: Replica) -> bool:
     """Whether some group waits for the version that the replica holds."""
     return any(turn.state.groups[group].version == replica.version for group in turn.state.requeue)

@@ -157,6 +157,16 @@ def check(turn: Turn) -> list[tuple[Replica, str]]:
     return [(replica, reason) for replica, reason in reasons if reason]
 
 
+def timeout_changed(turn: Turn) -> None:
+    """Look that often from now on. Without a limit nobody is suspect any more: a pull tells what a replica is good for."""
+    state = turn.state
+    is_watched = turn.settings.progress_timeout_s > 0 and any(_is_expected(state, r) for r in state.replicas.values())
+    state.health_check_at = turn.at + _period_s(turn) if is_watched else 0.0
+    if not turn.settings.progress_timeout_s:
+        for replica in [replica for replica in state.replicas.values() if replica.suspect]:
+            _quarantine(turn, replica)
+
+
 def _judged(turn: Turn, replica: Replica) -> str:
     """Why it is to be given up; empty = it is not."""
     if replica.id in turn.state.silent:

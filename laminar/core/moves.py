@@ -26,6 +26,14 @@ def trigger(turn: Turn) -> None:
         turn.state.repack.next_at = turn.at + turn.settings.repack_interval_s
 
 
+def interval_changed(turn: Turn) -> None:
+    """The period begins anew; without one nothing is checked or moved any more."""
+    record, interval_s = turn.state.repack, turn.settings.repack_interval_s
+    record.next_at = turn.at + interval_s if interval_s else 0.0
+    if not interval_s:
+        record.due, record.planned = False, []
+
+
 def check(turn: Turn) -> None:
     """If due: plan, and keep the explanation."""
     record = turn.state.repack
@@ -77,10 +85,6 @@ def _transfers(turn: Turn, moves: list[repack.Move]) -> list[Transfer]:
     return transfers
 
 
-def _takes_part(turn: Turn, replica: Replica) -> bool:
-    return not _why_absent(turn, replica)
-
-
 def load(turn: Turn, replica: Replica) -> repack.Load:
     """The replica as the planner sees it, with what is on its way."""
     settings = turn.settings
@@ -122,30 +126,37 @@ def propose(turn: Turn) -> Repack | None:
     return Repack(transfers=planned)
 
 
-def apply(turn: Turn, decision: Repack) -> None:
-    """Tell the sources to stop. What no longer fits (the decision was held for long, or edited) is void, source by source."""
+def apply(turn: Turn, decision: Repack) -> str:
+    """Tell the sources to stop. What no longer fits (the decision was held for long, or edited) is void, source by source; why,
+    empty = all of it is done."""
     turn.state.repack.planned = []
     by_source: dict[WorkerId, list[Transfer]] = {}
     for transfer in decision.transfers:
         by_source.setdefault(transfer.source, []).append(transfer)
-    for worker, transfers in by_source.items():
-        source = turn.state.replicas.get(worker)
-        if source and not turn.state.stopping:
-            _release(turn, source, transfers)
+    reasons = {worker: _release(turn, worker, transfers) for worker, transfers in by_source.items()}
+    return "; ".join(f"nothing leaves {worker}: {reason}" for worker, reason in reasons.items() if reason)
 
 
-def _release(turn: Turn, source: Replica, transfers: list[Transfer]) -> None:
-    """All of a source's transfers or none: one that is not emptied has moved for nothing."""
+def _release(turn: Turn, worker: WorkerId, transfers: list[Transfer]) -> str:
+    """All of a source's transfers or none: one that is not emptied has moved for nothing. Why none; empty = all."""
+    source = turn.state.replicas.get(worker)
+    if source is None:
+        return "there is no such replica"
+    if reason := _why_it_stays(turn, source):
+        return reason
     chosen, num_left = _still_there(turn, source, transfers)
-    fit = all(_fits(turn, source, worker, len(moving)) for worker, moving in chosen.items())
-    if not (chosen and fit and _may_leave(turn, source)):
-        return
+    if not chosen:
+        return "it generates none of these trajectories any more"
+    unfit = [_why_unfit(turn, source, into, len(moving)) for into, moving in chosen.items()]
+    if reason := next(filter(None, unfit), ""):
+        return reason
     reasons = {transfer.destination: transfer.reason for transfer in transfers}
     kv_each = source.kv_tokens // source.num_generating
-    for worker, moving in chosen.items():
-        _send(turn, source, turn.state.replicas[worker], moving, kv_each, reasons[worker])
+    for into, moving in chosen.items():
+        _send(turn, source, turn.state.replicas[into], moving, kv_each, reasons[into])
     source.admit_left = 0
     turn.state.repack.num_released += num_left == 0
+    return ""
 
 
 def _still_there(
@@ -162,20 +173,30 @@ def _still_there(
     return chosen, len(left)
 
 
-def _may_leave(turn: Turn, source: Replica) -> bool:
-    return not turn.settings.pinned and _takes_part(turn, source) and not source.incoming
+def _why_it_stays(turn: Turn, source: Replica) -> str:
+    """Why nothing may leave the source; empty = something may."""
+    if turn.state.stopping:
+        return "the run is stopping"
+    if turn.settings.pinned:
+        return PINNED
+    if source.incoming:
+        return "others move to it"
+    return _why_absent(turn, source)
 
 
-def _fits(turn: Turn, source: Replica, worker: WorkerId, num_requests: int) -> bool:
-    """Whether `num_requests` of the source's keep the destination within C_max and B, each counted as the mean."""
+def _why_unfit(turn: Turn, source: Replica, worker: WorkerId, num_requests: int) -> str:
+    """Why so many of the source's, each counted as the mean, may not go there; empty = they may."""
     destination = turn.state.replicas.get(worker)
-    if destination is None or destination.id == source.id or destination.version != source.version:
-        return False
-    if not _takes_part(turn, destination):
-        return False
+    if destination is None or destination.id == source.id:
+        return f"{worker} is no other replica"
+    if destination.version != source.version:
+        return f"{worker} holds {destination.version}, not {source.version}"
+    if reason := _why_absent(turn, destination):
+        return f"{worker} takes no part: {reason}"
     now = load(turn, destination)
     kv_after = now.kv_used + source.kv_tokens * num_requests // source.num_generating
-    return not repack.why_no_room(now, kv_after, now.num_requests + num_requests)
+    reason = repack.why_no_room(now, kv_after, now.num_requests + num_requests)
+    return f"{worker} has no room: {reason}" if reason else ""
 
 
 def _send(

@@ -6,7 +6,7 @@ Best-Fit chose a destination is read from `Choice.others`: where else the source
 
 import msgspec
 
-from laminar.core import moves, repack, waits
+from laminar.core import holds, moves, repack, waits
 from laminar.core.timers import Timer, timers
 from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
@@ -96,7 +96,7 @@ def _why_none(turn: Turn) -> str:
         return "the run is stopping or over"
     if not turn.settings.repack_interval_s:
         return "repacking is off: its interval is 0"
-    return "the pass repack is held by an operator" if "repack" in turn.state.holds else ""
+    return holds.why(turn.state, "repack")
 
 
 def _candidates(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[Candidate]:

@@ -12,9 +12,19 @@ from typing import Literal
 
 import msgspec
 
-from laminar.core.decisions import HeldDecision, Transfer
+from laminar.core.decisions import Transfer
+from laminar.core.operator_records import (
+    Breakpoint,
+    HeldDecision,
+    Hit,
+    Hold,
+    ReplicaSettings,
+    Resolution,
+    Value,
+)
 from laminar.core.pace import Pace
 from laminar.core.relay_records import Chain, Failover, Failovers, Relay
+from laminar.core.sampling import SamplerRequest, SamplerWord
 from laminar.core.trainer_records import Branch, Step, Trainer
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
 
@@ -119,7 +129,10 @@ class Replica(msgspec.Struct, kw_only=True):
     incarnation: int
     host: str
     num_requests_max: int
+    """Requests that it is given at once."""
     kv_tokens_max: int
+    num_requests_able: int = 0
+    """Requests that it can have at once; an operator may give it fewer."""
     num_requests_memory_bound: int = 0  # B by the roofline of its GPU; 0 = unknown
     state: ReplicaState = ReplicaState.JOINED
     version: Version | None = None
@@ -226,7 +239,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
     id: int
     name: str
-    """``before`` or ``after``; ``superseded`` = of weights that a restore of the trainer has undone."""
+    """``before`` or ``after``; ``superseded`` = of weights that a restore of the trainer has undone, or
+    that an operator let the run go on after."""
     version: Version | None = None
     worker: WorkerId | None = None
     since: float = 0.0
@@ -278,13 +292,6 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     trajectories: Account = msgspec.field(default_factory=Account)
     tokens: Account = msgspec.field(default_factory=Account)
-
-
-class SamplerRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """A question to a custom sampler that has not been answered."""
-
-    request: int
-    num_groups: int
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -361,11 +368,27 @@ class State(msgspec.Struct, kw_only=True):
     sampler_request: SamplerRequest | None = None
     sampler_answer: list[GroupId] = []
     num_sampler_requests: int = 0
+    sampler_word: SamplerWord | None = None
+    """What it said last."""
     sampler_starved: bool = False
     """The sampler chose nothing; it is asked again when the buffer changes."""
-    holds: dict[str, None] = {}
-    """Passes whose decisions are held."""
+    holds: dict[str, Hold] = {}
+    """Passes that an operator or a breakpoint keeps from deciding."""
     skipped: dict[str, None] = {}
     """Passes that an operator told to do nothing until the next event."""
     held: dict[int, HeldDecision] = {}
     num_decisions: int = 0
+    resolution: Resolution | None = None
+    """What became of the last held decision."""
+    breakpoints: dict[int, Breakpoint] = {}
+    num_breakpoints: int = 0
+    hits: list[Hit] = []
+    """Of breakpoints, the last `HITS_KEPT`."""
+    amended: dict[str, Value] = {}
+    """Settings that an operator has changed (`laminar.core.amend`)."""
+    sampler: str = ""
+    """Reference of the sampler that an operator has chosen; empty = the configured one."""
+    stop_after: int = 0
+    """The run stops after this step; 0 = it goes on."""
+    replica_settings: dict[WorkerId, ReplicaSettings] = {}
+    """What an operator has changed of replicas (`laminar.core.tuning`)."""

@@ -66,6 +66,13 @@ def review(turn: Turn) -> None:
     state.dirty.update(dict.fromkeys(replica.id for replica, _ in behind[num:]))
 
 
+def policy_changed(turn: Turn) -> None:
+    """Who drains to refresh is chosen anew; the policy `batch` chooses nobody."""
+    turn.state.review_due = True
+    if turn.settings.refresh_policy == "batch":
+        turn.state.draining_to_refresh = {}
+
+
 def _behind(turn: Turn) -> list[tuple[Replica, int]]:
     """Superseded replicas that could admit, and how many readable versions they are behind: those that drain already, then the
     furthest behind, then those with the least to do."""

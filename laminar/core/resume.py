@@ -45,7 +45,7 @@ def data_state(state: State, step: int) -> bytes:
         ledger=Ledger(trajectories=trajectories, tokens=tokens),
         branches=state.branches,
         evaluations=[evaluation for evaluation in state.evaluations if evaluation.done],
-        sampler_state=state.sampler_state,
+        sampler_state=state.sampler_state if not state.sampler else b"",  # the configured one would not know it
     )
     return msgspec.msgpack.encode(saved)
 

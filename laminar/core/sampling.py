@@ -38,6 +38,23 @@ class BufferView(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's present version."""
 
 
+class SamplerRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """A question to a custom sampler that has not been answered."""
+
+    request: int
+    num_groups: int
+
+
+class SamplerWord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a custom sampler said last."""
+
+    request: int
+    at: float
+    groups: list[GroupId] = []
+    fault: str = ""
+    """Why it was not used; empty = it was."""
+
+
 class Sampler(Protocol):
     """User code. `select` is called when the trainer is free and at least `num_groups` groups are complete."""
 

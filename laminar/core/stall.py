@@ -7,14 +7,14 @@ checkpoint, a version made readable, a pull. The clock stands still, and does no
 
 * no replica has got weights since the run began: workers start, models load and compile, within `start_timeout_s`;
 * the run is stopping, or nothing can be written: both are told, and have limits of their own;
-* an operator holds a decision;
+* an operator or a breakpoint holds a pass without which a run stands still;
 * the trainer works on a step and has not taken `SLOW_STEP` times as long as its steps take: large steps are slow.
 
 Nothing is done about a stall but telling (`Stalled`, which makes the shell write down who waits for what): whatever can be mended
 has a time limit where it is waited for.
 """
 
-from laminar.core import pace
+from laminar.core import holds, pace
 from laminar.core.actions import RaiseAlarm, Stalled
 from laminar.core.records import State
 from laminar.core.turn import Turn
@@ -81,7 +81,7 @@ def look(turn: Turn) -> None:
 def is_excused(turn: Turn) -> bool:
     """Whether there is a good reason for nothing to happen (the list above)."""
     state = turn.state
-    if state.stopping or state.storage_failure or state.held:
+    if state.stopping or state.storage_failure or holds.keeps_still(state):
         return True
     if not any(replica.version is not None for replica in state.replicas.values()) and not state.ledger.tokens.total:
         return True

@@ -6,7 +6,7 @@ is stopped meanwhile: it waits `stop_grace_s` for the disk, then ends without th
 (`training.finish`). A run that completes waits without end: its last checkpoint is what it was for, and a stop ends that too.
 """
 
-from laminar.core import training
+from laminar.core import checkpointing
 from laminar.core.actions import RaiseAlarm
 from laminar.core.events import StorageFailed, StorageRecovered
 from laminar.core.turn import Turn
@@ -25,4 +25,4 @@ def on_recovered(turn: Turn, event: StorageRecovered) -> None:
     """Go on where everything stopped."""
     turn.state.storage_failure = ""
     turn.look_again()
-    training.save_overdue(turn)
+    checkpointing.save_overdue(turn)

@@ -9,6 +9,7 @@ import msgspec
 from laminar.core.events import AnyEvent
 from laminar.ids import GroupId, TrajectoryId, Version, WorkerId, format_id
 
+SETTINGS = "settings"  # subject of what an operator changes of the run as a whole
 ROWS_MAX = 50_000  # a few minutes of a large run, some 10 MB; older rows are in the event log
 
 
@@ -81,3 +82,13 @@ def version(value: Version) -> str:
 def step(value: int) -> str:
     """Subject of a train step: ``s12``."""
     return f"s{value}"
+
+
+def of_pass(value: str) -> str:
+    """Subject of a pass: ``pass repack``."""
+    return f"pass {value}"
+
+
+def break_at(value: int) -> str:
+    """Subject of a breakpoint: ``breakpoint 2``."""
+    return f"breakpoint {value}"

@@ -34,6 +34,14 @@ def check(turn: Turn) -> None:
             _look(turn, group)
 
 
+def rules_changed(turn: Turn) -> None:
+    """Look at all groups as the rules are now: O(groups)."""
+    turn.state.stragglers_at = 0.0
+    if turn.settings.stragglers == "drop":
+        for group in list(turn.state.groups.values()):
+            _look(turn, group)
+
+
 def due_at(turn: Turn, group: Group) -> float:
     """From when on the group need not wait for the rest; infinite while it must."""
     siblings = [turn.state.trajectories[t] for t in group.trajectories]

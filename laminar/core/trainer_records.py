@@ -48,6 +48,8 @@ class Trainer(msgspec.Struct, kw_only=True):
     """The version whose weights are in it, as far as this run saved it."""
     save_began: int = -1
     """Last step of which a checkpoint was begun."""
+    save_wanted: bool = False
+    """An operator wants a checkpoint as soon as one can be made."""
     num_failed_saves: int = 0
     attempt_floor: int = 0
     """Attempts of steps are numbered from above this, see `laminar.core.rollback`."""

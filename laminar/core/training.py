@@ -1,4 +1,4 @@
-"""The trainer: leasing batches, steps, publication, checkpoints, commit.
+"""The trainer: leasing batches, steps, publication. (Checkpoints and commits: `laminar.core.checkpointing`.)
 
     absent ──► ready(step, branch) ──► running(step + 1) ──► ready …
                                            └ saving meanwhile ──► committed up to the checkpoint
@@ -9,26 +9,33 @@ Invariants:
 * A lost trainer is started again from its newest checkpoint, `trainer_restarts_max` times without a checkpoint in between.
 """
 
-from laminar.core import bounds, evaluation, groups, ledger, pace, recovery, relays, rollback, story, versions
+from laminar.core import (
+    bounds,
+    checkpointing,
+    evaluation,
+    groups,
+    ledger,
+    pace,
+    recovery,
+    relays,
+    rollback,
+    story,
+    versions,
+)
 from laminar.core.actions import (
     BatchRow,
     FinishRun,
-    ForgetTokens,
     RaiseAlarm,
     RecordTrajectories,
-    SaveCheckpoint,
     StartTrainStep,
     StopWorker,
 )
 from laminar.core.decisions import TakeBatch
-from laminar.core.events import CheckpointFailed, CheckpointSaved, StepFailed, StepFinished, TrainerRankReady
+from laminar.core.events import StepFailed, StepFinished, TrainerRankReady
 from laminar.core.records import GroupState, State, Trajectory
-from laminar.core.resume import data_state
 from laminar.core.trainer_records import Branch, Step
 from laminar.core.turn import Turn
-from laminar.ids import GroupId, Version, WorkerId
-
-SAVE_TRIES_MAX = 3  # a disk that refused three checkpoints needs a person
+from laminar.ids import GroupId, WorkerId
 
 
 def on_rank_ready(turn: Turn, event: TrainerRankReady) -> None:
@@ -138,7 +145,7 @@ def why_no_batch_wanted(turn: Turn) -> str:
     if state.storage_failure:
         return f"no step begins while nothing can be written: {state.storage_failure}"
     if trainer.step >= turn.settings.steps:
-        return "all steps of the run are done"
+        return "the steps of the run are done"
     return "its next step has its batch already" if trainer.step + 1 in state.steps else ""
 
 
@@ -163,14 +170,12 @@ def propose_batch(turn: Turn) -> TakeBatch | None:
     return TakeBatch(step=state.trainer.step + 1, groups=chosen[: turn.settings.batch_groups])
 
 
-def apply_batch(turn: Turn, decision: TakeBatch) -> None:
-    """Lease the groups and start the step; a decision that no longer fits is void."""
+def apply_batch(turn: Turn, decision: TakeBatch) -> str:
+    """Lease the groups and start the step. Why the decision is void (it was held for long, or edited); empty = it is done."""
     state = turn.state
     state.sampler_answer = []
-    fits = all(group in state.buffer for group in decision.groups) and len(set(decision.groups)) == len(decision.groups)
-    fits = fits and not bounds.refusal(turn, decision.groups)
-    if not (fits and decision.groups and can_take_batch(turn) and decision.step == state.trainer.step + 1):
-        return
+    if reason := _why_no_lease(turn, decision):
+        return reason
     for group_id in decision.groups:
         _lease(turn, group_id, decision.step)
     state.steps[decision.step] = Step(
@@ -178,12 +183,29 @@ def apply_batch(turn: Turn, decision: TakeBatch) -> None:
     )
     turn.look_again()
     turn.tell(f"batch of {len(decision.groups)} groups leased", story.step(decision.step))
+    return ""
+
+
+def _why_no_lease(turn: Turn, decision: TakeBatch) -> str:
+    """Why these groups cannot be leased to this step; empty = they can."""
+    state = turn.state
+    if reason := why_no_batch_wanted(turn):
+        return f"the trainer wants no batch: {reason}"
+    if decision.step != state.trainer.step + 1:
+        return f"the next step is {state.trainer.step + 1}, not {decision.step}"
+    if not decision.groups:
+        return "a batch needs groups"
+    if missing := [group for group in decision.groups if group not in state.buffer]:
+        return f"{story.group(missing[0])} is not in the buffer"
+    if len(set(decision.groups)) < len(decision.groups):
+        return "a group is in it twice"
+    return bounds.refusal(turn, decision.groups)
 
 
 def _lease(turn: Turn, group_id: GroupId, step: int) -> None:
     group = turn.state.groups[group_id]
     del turn.state.buffer[group_id]
-    members = _members(turn, [group_id])
+    members = groups.members(turn.state, [group_id])
     ledger.move(turn.state, members, "buffered", "leased")
     group.state, group.step = GroupState.LEASED, step
     for trajectory in members:
@@ -201,15 +223,10 @@ def start_leased(turn: Turn) -> bool:
     if turn.state.stopping or turn.state.storage_failure:
         return False
     trainer.running, trainer.running_since = step.step, turn.at
-    rows = [_row(trajectory) for trajectory in _members(turn, step.groups)]
+    rows = [_row(trajectory) for trajectory in groups.members(turn.state, step.groups)]
     turn.emit(StartTrainStep(cause=turn.cause, step=step.step, attempt=step.attempt, rows=rows))
     turn.tell(f"train step started, attempt {step.attempt}, {len(rows)} trajectories", story.step(step.step))
     return True
-
-
-def _members(turn: Turn, groups: list[GroupId]) -> list[Trajectory]:
-    state = turn.state
-    return [state.trajectories[t] for group in groups for t in state.groups[group].trajectories]
 
 
 def _row(t: Trajectory) -> BatchRow:
@@ -227,14 +244,15 @@ def on_step_finished(turn: Turn, event: StepFinished) -> None:
     step.done = True
     trainer.step, trainer.running = event.step, 0
     pace.stepped(turn.state.pace, turn.at)
-    members = _members(turn, step.groups)
+    members = groups.members(turn.state, step.groups)
     for trajectory in members:
         trajectory.timings.trained = turn.at
     turn.emit(RecordTrajectories(cause=turn.cause, trajectories=members))
     turn.tell("train step finished", story.step(event.step))
     versions.made(turn)
-    if _last_due(turn) > max(trainer.save_began, trainer.checkpoint):
-        save(turn)  # while the disk is full: `save_overdue` catches up
+    checkpointing.on_step_finished(turn)
+    if 0 < turn.state.stop_after <= trainer.step and not turn.state.stopping:
+        turn.state.stopping = f"stopped after step {trainer.step}, as an operator wanted"
 
 
 def on_step_failed(turn: Turn, event: StepFailed) -> None:
@@ -261,73 +279,6 @@ def deadline(state: State, timeout_s: float) -> float:
     return min(since) + timeout_s if since and timeout_s else 0.0
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------
-
-
-def _last_due(turn: Turn) -> int:
-    """The last step up to now of which a checkpoint is due; 0 = none is."""
-    every, step = turn.settings.checkpoint_every, turn.state.trainer.step
-    return step // every * every if every else 0
-
-
-def save(turn: Turn) -> None:
-    """Save the trainer as it is now, unless that is done or under way, or the disk takes nothing.
-
-    Training goes on while a checkpoint is written, one at a time: what becomes due meanwhile is saved after the next step that ends
-    when it is complete. One that failed is not tried again before the next is due.
-    """
-    trainer = turn.state.trainer
-    if trainer.saving >= 0 or trainer.checkpoint >= trainer.step or turn.state.storage_failure:
-        return
-    trainer.saving, trainer.saving_since = trainer.step, turn.at
-    trainer.save_began = trainer.step
-    turn.emit(SaveCheckpoint(cause=turn.cause, step=trainer.step, data_state=data_state(turn.state, trainer.step)))
-    turn.tell("checkpoint started", story.step(trainer.step))
-
-
-def save_overdue(turn: Turn) -> None:
-    """The disk takes writes again: save what became due meanwhile, before the next step begins."""
-    trainer = turn.state.trainer
-    if trainer.ready and not trainer.running and _last_due(turn) > trainer.checkpoint:
-        save(turn)
-
-
-def on_checkpoint_saved(turn: Turn, event: CheckpointSaved) -> None:
-    """Commit the steps that it contains."""
-    state, trainer = turn.state, turn.state.trainer
-    if trainer.saving != event.step:
-        return
-    trainer.saving, trainer.num_failed_saves = -1, 0
-    trainer.checkpoint = max(trainer.checkpoint, event.step)
-    recovery.forgive(turn, trainer.launch)
-    trainer.checkpoint_version = Version(event.step, max(trainer.branch, 0))
-    for number in [step for step in state.steps if step <= event.step]:
-        step = state.steps.pop(number)
-        members = _members(turn, step.groups)
-        ledger.move(state, members, "leased", "committed")
-        for trajectory in members:
-            del state.trajectories[trajectory.id]
-        for group in step.groups:
-            del state.groups[group]
-        ids = [trajectory.id for trajectory in members]
-        turn.emit(ForgetTokens(cause=turn.cause, trajectories=ids, step=number))
-    turn.tell("checkpoint saved", story.step(event.step))
-
-
-def on_checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
-    """Nothing is committed; it is tried again with the next one due, at the end a few times."""
-    trainer = turn.state.trainer
-    if trainer.saving != event.step:
-        return
-    trainer.saving = -1
-    trainer.num_failed_saves += not turn.state.storage_failure  # what is wrong is known, and waited for
-    text = f"the checkpoint of step {event.step} failed: {event.reason}"
-    turn.emit(RaiseAlarm(cause=turn.cause, name="checkpoint-failed", text=text))
-    turn.tell(text, story.step(event.step))
-    if trainer.num_failed_saves >= SAVE_TRIES_MAX:
-        turn.fail(f"the checkpoint of step {event.step} could not be written: {event.reason}")
-
-
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
@@ -340,8 +291,8 @@ def finish(turn: Turn) -> bool:
     completed = trainer.ready and trainer.step >= turn.settings.steps
     if state.finished or not (completed or state.stopping) or trainer.running:
         return False
-    if trainer.ready and trainer.checkpoint < trainer.step and trainer.num_failed_saves < SAVE_TRIES_MAX:
-        save(turn)
+    if trainer.ready and trainer.checkpoint < trainer.step and trainer.num_failed_saves < checkpointing.SAVE_TRIES_MAX:
+        checkpointing.save(turn)
         if not _gives_up_saving(turn):
             return False
     if trainer.saving >= 0 and trainer.ready:

@@ -73,6 +73,10 @@ class Turn:
         """Ask the shell for something."""
         self.actions.append(action)
 
+    def refuse(self, what: str, reason: str) -> None:
+        """An operator's wish (``settings``, ``hold`` …) cannot be met: nothing is changed, people are told."""
+        self.emit(RaiseAlarm(cause=self.cause, name=f"{what}-refused", text=reason))
+
     def fail(self, reason: str) -> None:
         """The run cannot go on: save what can be saved and end with an error. The first reason stands."""
         if not (self.state.stopping or self.state.finished):

@@ -12,8 +12,22 @@ from collections.abc import Iterator
 
 import msgspec
 
-from laminar.core import bounds, dispatch, evaluation, failover, fleet, groups, health, refresh, relays, story, training
+from laminar.core import (
+    bounds,
+    dispatch,
+    evaluation,
+    failover,
+    fleet,
+    groups,
+    health,
+    holds,
+    refresh,
+    relays,
+    story,
+    training,
+)
 from laminar.core import versions as weights
+from laminar.core.decisions import in_words
 from laminar.core.records import Group, GroupState, Replica, ReplicaState, Restart
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
@@ -79,8 +93,14 @@ def _of_run(turn: Turn) -> Iterator[Wait]:
         why = state.storage_failure
         yield Wait(who=DISK, what=why, since=state.storage_failed_at, ends="it takes what is written again")
     for held in state.held.values():
-        what = f"an operator's word on a decision of the pass {held.pass_name}"
-        yield Wait(who=f"decision {held.id}", what=what, on=[OPERATOR], since=held.held_at, ends="apply or skip it")
+        what = f"an operator's word: {in_words(held.decision)}"
+        yield Wait(
+            who=f"decision {held.id}", what=what, on=[OPERATOR], since=held.held_at, ends="apply, edit or skip it"
+        )
+    for name, hold in state.holds.items():
+        yield Wait(
+            who=story.of_pass(name), what=holds.why(state, name), on=[OPERATOR], since=hold.since, ends="let it go"
+        )
     if state.stopping:
         on = [TRAINER] if state.trainer.running or state.trainer.saving >= 0 else []
         text = f"the end of what is under way ({state.stopping})"
@@ -108,6 +128,12 @@ def of_trainer(turn: Turn) -> Iterator[Wait]:
         yield _for_a_batch(turn)
 
 
+def _held_by(turn: Turn, name: str) -> list[str]:
+    """The node that keeps this pass from deciding, if one does: the decision that it shows, or the pass itself."""
+    held = holds.shown(turn.state, name)
+    return [f"decision {held.id}"] if held else [story.of_pass(name)] * (name in turn.state.holds)
+
+
 def _silent_ranks(turn: Turn) -> list[str]:
     return [str(worker) for worker in turn.state.trainer.ranks if worker in turn.state.silent]
 
@@ -117,12 +143,12 @@ def _for_a_batch(turn: Turn) -> Wait:
     since = state.pace.stepped_at
     if state.storage_failure:
         return Wait(who=TRAINER, what="the disk: no step begins", on=[DISK], since=state.storage_failed_at)
-    if held := [f"decision {held.id}" for held in state.held.values() if held.pass_name == "sample"]:
-        return Wait(who=TRAINER, what="a batch whose choice is held", on=held, since=since)
     if len(state.buffer) < num:
         what = f"complete groups: {len(state.buffer)} of {num} are buffered"
         on = [IN_FLIGHT] if _in_flight(turn) else [NEW_GROUPS]
         return Wait(who=TRAINER, what=what, on=on, since=since, ends="a group completes")
+    if held := _held_by(turn, "sample"):
+        return Wait(who=TRAINER, what="a batch whose choice is held", on=held, since=since)
     if state.sampler_request:
         return Wait(who=TRAINER, what="the custom sampler's choice", on=["sampler"], since=since, ends="it answers")
     if refusal := bounds.refusal(turn, bounds.oldest_first(turn)[:num]):
@@ -221,6 +247,8 @@ def _idle(turn: Turn, replica: Replica) -> Wait:
     relay = relays.source(state, replica.host)
     if replica.draining:
         return Wait(who=who, what="nothing: it is taken out", ends="it leaves")
+    if (held := _held_by(turn, "refresh")) and not fleet.why_no_pull(turn, replica):
+        return Wait(who=who, what="its pull, which is held", on=held)
     if replica.version is None or replica.quarantined:
         what = "weights to pull" if replica.version is None else "the newest weights, to get out of quarantine"
         on = [str(relay.id)] if relay is not None else [str(w) for w in [state.relay_hosts.get(replica.host)] if w]
@@ -232,12 +260,12 @@ def _idle(turn: Turn, replica: Replica) -> Wait:
     if weights.is_awaited(state, relay):
         until = state.versions[-1].awaited_until
         return Wait(who=who, what="weights under way", on=[_publication(turn)], deadline=until, ends="it pulls them")
-    if held := [f"decision {h.id}" for h in state.held.values() if h.pass_name in ("dispatch", "refresh")]:
-        return Wait(who=who, what="a decision that is held", on=held)
     if not refresh.may_admit(turn, replica):
         return Wait(
             who=who, what="a newer version: its local batch is done", on=[_publication(turn)], ends="it pulls it"
         )
+    if (held := _held_by(turn, "dispatch")) and not dispatch.why_no_new_group(turn, replica):
+        return Wait(who=who, what="a new group, which is held", on=held)
     return Wait(who=who, what="a new group", on=[NEW_GROUPS], since=replica.progress_at, ends="one is dispatched to it")
 
 

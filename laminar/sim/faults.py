@@ -269,4 +269,4 @@ class Injector:
 
     def _controller_crash(self) -> None:
         core = self.world.core
-        self.world.core = Core.restore(core.settings, core.snapshot())
+        self.world.core = Core.restore(core.configured, core.snapshot())

@@ -148,8 +148,7 @@ class Training:
         self.world.send(events.CheckpointSaved(step=step))
 
     def _on_ask_sampler(self, action: actions.AskSampler) -> None:
-        assert self.world.sampler is not None, "the settings name a custom sampler, the world has none"
-        measured = self.world.sampler.ask(action)
+        measured = self.world.samplers.ask(action)
         answer = msgspec.structs.replace(measured, elapsed_ms=0.0)  # a measured time is no part of a simulated run
         self.world.after(0.0, lambda: self.world.send(answer))
 

@@ -22,7 +22,7 @@ from laminar.core.engine import Core
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.ids import WorkerId
-from laminar.samplers import GuardedSampler
+from laminar.samplers import Samplers
 from laminar.sim import samples
 from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
@@ -61,7 +61,8 @@ class World:
         self.core = Core(settings)
         self.cluster, self.workload, self.measures = cluster, workload, measures
         self.flush_s, self.sample_s = flush_s, sample_s
-        self.sampler = GuardedSampler(sampler) if sampler else None
+        self._configured_flush_s = flush_s
+        self.samplers = Samplers(sampler)
         self.check_every, self.stop_after = check_every, stop_after
         """The operator stops the run after so many steps, so that none of them sees its end coming; 0 = never."""
         self.now = 0.0
@@ -84,6 +85,9 @@ class World:
         self._answers |= {actions.RaiseAlarm: self._on_raise_alarm, actions.FinishRun: lambda action: None}
         self._answers[actions.StartWorker] = self._on_start_worker
         self._answers[actions.StopWorker] = self._on_stop_worker
+        self._answers[actions.BreakpointHit] = lambda action: None
+        self._answers[actions.UseSampler] = lambda action: self.samplers.use(action.reference)
+        self._answers[actions.ReconfigureReplica] = self._on_reconfigure_replica
 
     # ---- running -----------------------------------------------------------------------------------------------
 
@@ -216,6 +220,10 @@ class World:
     def _on_stop_worker(self, action: actions.StopWorker) -> None:
         self.relays.stop(action.worker, action.incarnation)
         self.rollouts.stop(action.worker, action.incarnation, action.lost)
+
+    def _on_reconfigure_replica(self, action: actions.ReconfigureReplica) -> None:
+        """Simulated replicas flush together: at the interval that was said last of any."""
+        self.flush_s = action.flush_interval_s or self._configured_flush_s
 
     def _on_raise_alarm(self, action: actions.RaiseAlarm) -> None:
         self.measures.faults[f"alarm:{action.name}"] += 1

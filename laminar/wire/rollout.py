@@ -211,5 +211,12 @@ class Evaluate(Message, frozen=True, kw_only=True):
     prompts: list[Prompt]
 
 
+class Reconfigure(Message, frozen=True, kw_only=True):
+    """An operator wants another flush interval, from the next flush on."""
+
+    flush_interval_s: float
+    """0 = as configured."""
+
+
 FromRollout = RolloutReady | RolloutReport | Refreshed | RefreshFailed | EvaluationDone | EvaluationFailed
-ToRollout = AssignGroup | Abort | Refresh | Evaluate
+ToRollout = AssignGroup | Abort | Refresh | Evaluate | Reconfigure

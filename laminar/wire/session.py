@@ -4,7 +4,7 @@ import msgspec
 
 from laminar.ids import WorkerId
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

@@ -14,12 +14,12 @@ from laminar.core.decisions import (
     AnyDecision,
     DispatchNew,
     DispatchQueued,
-    HeldDecision,
     RefreshReplica,
     Repack,
     TakeBatch,
     Transfer,
 )
+from laminar.core.operator_records import HeldDecision
 from laminar.ids import format_id
 
 PASSES = ("dispatch", "repack", "sample", "refresh")

@@ -98,6 +98,9 @@ class Replica:
             self._spawn(self._refresh(message), f"refresh to {message.version}")
         elif isinstance(message, wire.Evaluate):
             self._spawn(self._evaluate(message), f"evaluation {message.evaluation}")
+        elif isinstance(message, wire.Reconfigure):
+            self._flush_interval_s = message.flush_interval_s or self._config.rollout.flush_interval_s
+            self._report_now.set()  # what an interval that was longer would have kept is due now
         else:
             log.warning("order_not_for_a_rollout", order=type(message).__name__)
 

@@ -1,9 +1,8 @@
-"""A seeded world (`tests.core_world`) that leaves a `run.db`: its events go through the real runtime, log and telemetry.
+"""A recorded world (`tests.replay_world`) whose `run.db` has all tables: its events and actions go through the real telemetry, too.
 
 Workers are not there; what they would say beside an event (tokens, waits, times) is made up here, the same for the same seed.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -12,11 +11,11 @@ from typing import Any
 
 from laminar import wire
 from laminar.controller.effects import Effects
-from laminar.controller.eventlog import EventLog
-from laminar.controller.runtime import Runtime
 from laminar.controller.telemetry import Telemetry, Tracer
 from laminar.core import actions, events, invariants
 from laminar.core.settings import Settings
+from laminar.ids import WorkerId
+from tests import replay_world
 from tests.core_world import World, settings
 
 START = 1_800_000_000.0  # run time of the first event, seconds since the epoch
@@ -76,44 +75,38 @@ def eventful_seed() -> int:
     raise AssertionError("no seed makes an eventful run any more")
 
 
-class RecordedWorld(LongTailWorld):
+class RecordedWorld(LongTailWorld, replay_world.RecordedWorld):
     """Needs a running loop. `directory` gets `run.db` and `metrics.jsonl`."""
 
-    def __init__(self, directory: Path, settings_: Settings, seed: int, **how: Any) -> None:
-        super().__init__(settings_, seed, **how)
-        self.directory = directory
-        self.at = START
-        self.log_file = EventLog(directory / "run.db", 0.001)
-        self.boot = self.log_file.begin_boot(START, 1, "here", 0, run_id=lambda boot: f"recorded-{boot}")
-        self.runtime = Runtime(self.core, self.log_file, directory)
-        self.runtime.now = lambda: self.at  # type: ignore[method-assign]
+    BEGAN = START
+
+    def boot(self, *, continues: bool) -> None:
+        super().boot(continues=continues)
+        self.log_file, self.runtime = self.logs[-1], self.runtimes[-1]
         self.runtime._set_timer = lambda: None  # type: ignore[method-assign]
-        self.telemetry = Telemetry(self.runtime, self.log_file, directory / "metrics.jsonl")
+        self.telemetry = Telemetry(self.runtime, self.log_file, self.directory / "metrics.jsonl")
         self.alarms: list[str] = []
+        self.reported: dict[WorkerId, float] = {}
+        self.ended: dict[str, float] = {}
         self.effects = Effects(
             runtime=self.runtime, channels=Nobody(), log=self.log_file, tokens=Nobody(), prompts=Nobody(),  # type: ignore[arg-type]
-            checkpoints_at=directory / "checkpoints", keep_last=2, sampler=None,
+            checkpoints_at=self.directory / "checkpoints", keep_last=2, sampler=None,
             stop_process=lambda worker: None, start_process=lambda worker: None, alarm=self._alarm,
         )  # fmt: skip
         self.runtime.observe = self._observe
         self.runtime.perform = self._perform
-        self._new: list[actions.AnyAction] = []
 
     def send(self, event: events.AnyEvent, after: float = 0.0) -> list[actions.AnyAction]:
         """As `World.send`, by way of the runtime."""
-        self.at += after
         self._say(event)
-        self._new = []
-        self.seq = self.runtime.post(event)
+        new = super().send(event, after)
         assert not self.runtime.crashed
         invariants.check(self.core.state)
-        self.actions += self._new
-        return self._new
+        return new
 
-    async def finish(self, outcome: str = "completed") -> None:
+    async def finish(self, outcome: str) -> None:
         """Everything is on disk. Without `outcome` the controller was killed."""
-        await self.runtime.close()
-        await asyncio.to_thread(self.log_file.close, outcome=outcome)
+        await self.close(outcome)
         self.telemetry.close()
         assert self.log_file.failure is None
 
@@ -127,7 +120,7 @@ class RecordedWorld(LongTailWorld):
             self.effects.on_checkpoint_saved(event.step)
 
     def _perform(self, action: actions.AnyAction) -> None:
-        self._new.append(action)
+        self.new.append(action)
         self.telemetry.on_action(action)
         if isinstance(action, RECORDED):
             self.effects.perform(action)
@@ -139,13 +132,15 @@ class RecordedWorld(LongTailWorld):
             case events.ReplicaReported():
                 self.telemetry.on_message(event.worker, self._report(event))
             case events.ReplicaRefreshed():
-                refreshed = wire.Refreshed(version=event.version, digest=event.digest, wait_s=event.wait_s)
+                refreshed = wire.Refreshed(
+                    version=event.version, digest=event.digest, wait_s=self._lasted(event.worker, 0.1)
+                )
                 self.telemetry.on_message(event.worker, refreshed)
             case events.StepFinished():
                 done = wire.StepDone(step=event.step, attempt=event.attempt, metrics=event.metrics)
                 self.telemetry.on_message("trainer-0/0", done)  # type: ignore[arg-type]
             case events.ShardsWritten():
-                written = wire.ShardsWritten(version=event.version, stall_s=event.stall_s)
+                written = wire.ShardsWritten(version=event.version, stall_s=self._lasted("publish", 0.1))
                 self.telemetry.on_message("trainer-0/0", written)  # type: ignore[arg-type]
             case events.VersionReady():
                 ready = wire.VersionReady(version=event.version, digest=event.digest, num_bytes=event.num_bytes)
@@ -154,22 +149,30 @@ class RecordedWorld(LongTailWorld):
                 saved = wire.CheckpointSaved(step=event.step, path="", seconds=0.2, stall_s=0.05)
                 self.telemetry.on_message("trainer-0/0", saved)  # type: ignore[arg-type]
 
+    def _lasted(self, what: str, seconds: float) -> float:
+        """So long, unless the last of its kind ended later."""
+        seconds = min(seconds, self.at - self.ended.get(what, START))
+        self.ended[what] = self.at
+        return seconds
+
     def _report(self, event: events.ReplicaReported) -> wire.RolloutReport:
         replica = self.core.state.replicas.get(event.worker)
         num_new = 4 * (len(event.num_tokens) // 4)
+        since = max(self.at - 0.25, self.reported.get(event.worker, START))
+        self.reported[event.worker], interval_s = self.at, self.at - since
         return wire.RolloutReport(
             version=replica.version if replica else None,
             trajectories=event.trajectories, attempts=event.attempts, num_tokens=event.num_tokens, num_new=b"",
             tokens=bytes(num_new), logprobs=bytes(num_new), failed=[
                 wire.Failed(trajectory=f.trajectory, attempt=f.attempt, kind=f.kind, reason=f.reason) for f in event.failed
             ],
-            decode_busy_s=0.04 if num_new else 0.0, interval_s=0.05, since=self.at - 0.05,
+            decode_busy_s=0.8 * interval_s if num_new else 0.0, interval_s=interval_s, since=since,
         )  # fmt: skip
 
     def _on_StartTrainStep(self, action: actions.StartTrainStep) -> None:
         super()._on_StartTrainStep(action)
         metrics = {
-            "timing/step_s": 0.03 + 0.001 * action.step,
+            "timing/step_s": 0.002 + 0.0005 * action.step,  # steps of this world are as short as that
             "reward/mean": 0.4 + 0.05 * action.step,
             "reward/std": 0.2,
             "num_tokens/trained": float(sum(row.num_tokens for row in action.rows)),
@@ -182,7 +185,6 @@ class RecordedWorld(LongTailWorld):
 async def recorded(directory: Path, settings_: Settings, seed: int, **how: Any) -> AsyncIterator[RecordedWorld]:
     """A world whose log is written; at the end everything is on disk, as of a controller that was killed if it did not finish."""
     world = RecordedWorld(directory, settings_, seed, **how)
-    world.log_file.start(lambda seq: None)
     try:
         yield world
     finally:

@@ -21,6 +21,9 @@ SNAPSHOT_EVENTS = 64  # besides those of steps
 class RecordedWorld(World):
     """`controller_crashes`: another boot goes on from the log each time. `data_state`: of the checkpoint that it goes on from."""
 
+    BEGAN = 0.0
+    """Run time before the first event."""
+
     def __init__(
         self, directory: Path, settings_: Settings, seed: int, data_state: bytes = b"", **options: Any
     ) -> None:
@@ -29,6 +32,7 @@ class RecordedWorld(World):
         self.directory, self.data_state = directory, data_state
         if data_state:
             self.core = Core.resumed(settings_, data_state)
+        self.at = self.core.state.at or self.BEGAN
         self.new: list[actions.AnyAction] = []
         self.logs: list[EventLog] = []
         self.runtimes: list[Runtime] = []
@@ -39,7 +43,7 @@ class RecordedWorld(World):
         if self.logs:
             self.logs[-1].close()
         log = EventLog(self.directory / "run.db", 0.001)
-        number = log.begin_boot(1.0, 1, "here", self.core.state.trainer.step, continues=continues)
+        number = log.begin_boot(self.at, 1, "here", self.core.state.trainer.step, continues=continues)
         log.start(lambda seq: None)
         if continues:
             self.core = Core.restore(self.core.settings, self.core.snapshot())

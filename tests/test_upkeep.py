@@ -37,6 +37,7 @@ class World:
                 self.write(
                     "INSERT INTO moves VALUES (1, 2, 'r', 's', 'v0', 9, ?, ?)", (self.seq - 1.0, float(self.seq))
                 )
+                self.write("INSERT INTO levels VALUES (?, 1, 2, 3, 4, 5)", (float(self.seq),))
             self.write("INSERT INTO snapshots VALUES (1, ?, ?, 0)", (self.seq, b"state"))
             self.look()
 
@@ -84,13 +85,13 @@ def test_the_file_stays_as_large_as_it_was_when_it_first_reached_its_limit(world
     assert world.column("SELECT sum(length(body)) FROM events")[0] <= MIB
 
 
-@pytest.mark.parametrize("table", ["spans", "moves"])
-def test_spans_and_moves_go_with_the_events_of_their_time(world: World, table: str) -> None:
+@pytest.mark.parametrize(("table", "time_of"), [("spans", "end"), ("moves", "end"), ("levels", "at")])
+def test_spans_moves_and_levels_go_with_the_events_of_their_time(world: World, table: str, time_of: str) -> None:
     world.steps(60)
     for _ in range(5):
         world.look()
-    assert world.column(f"SELECT min(end) FROM {table}")[0] >= world.column("SELECT min(at) FROM events")[0]
-    assert len(world.column(f"SELECT end FROM {table}")) < 20 * PER_STEP
+    assert world.column(f"SELECT min({time_of}) FROM {table}")[0] >= world.column("SELECT min(at) FROM events")[0]
+    assert len(world.column(f"SELECT rowid FROM {table}")) < 20 * PER_STEP
 
 
 def test_without_a_limit_everything_stays_but_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

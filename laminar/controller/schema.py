@@ -49,6 +49,9 @@ CREATE TABLE IF NOT EXISTS spans (worker TEXT, kind TEXT, start REAL, end REAL, 
 CREATE TABLE IF NOT EXISTS moves (
     trajectory INTEGER, attempt INTEGER, source TEXT, destination TEXT, version TEXT, num_tokens INTEGER, start REAL, end REAL
 );
+CREATE TABLE IF NOT EXISTS levels (
+    at REAL PRIMARY KEY, buffer_groups INTEGER, in_flight INTEGER, generating INTEGER, kv_tokens INTEGER, kv_tokens_max INTEGER
+);
 CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 

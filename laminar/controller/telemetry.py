@@ -21,6 +21,7 @@ from laminar.ids import WorkerId
 from laminar.logs import Lossy
 
 RECENT_STEPS = 20  # whose histograms of staleness are kept: enough rows for a shape, few enough to show a change
+LEVELS_S = 1.0  # between two rows of `levels`: finer than a screen shows of a minute, and some 10 MB a day
 
 
 class Window(msgspec.Struct, kw_only=True):
@@ -78,6 +79,8 @@ class Telemetry:
         self._runtime, self._log = runtime, log
         self._file = Lossy(path.open("a", buffering=1))  # the figures are in the database, too
         self._window = Window(started=runtime.now())
+        self._leveled = 0.0
+        """Run time of the last row of `levels`."""
         self._last = (0, 0)
         """Step and attempt of the last row; a restored trainer does steps again."""
         self._stalled_since = 0.0
@@ -174,6 +177,8 @@ class Telemetry:
     def observe(self, event: events.AnyEvent) -> None:
         """Called after the core took an event."""
         self._observe_stall(event.at)
+        if event.at >= self._leveled + LEVELS_S:
+            self._write_levels(event.at)
         if isinstance(event, events.ReplicaReported):
             self._moves.on_report(event)
         if not isinstance(event, events.StepFinished):
@@ -183,6 +188,20 @@ class Telemetry:
         if done and self._last != (event.step, event.attempt):
             self._last = event.step, event.attempt
             self._finish_step(event)
+
+    def _write_levels(self, at: float) -> None:
+        """How full everything is."""
+        self._leveled, state = at, self._runtime.core.state
+        replicas = state.replicas.values()
+        row = (
+            at,
+            len(state.buffer),
+            state.ledger.trajectories.in_flight,
+            sum(replica.num_generating for replica in replicas),
+            sum(replica.kv_tokens for replica in replicas),
+            sum(replica.kv_tokens_max for replica in replicas),
+        )
+        self._log.write("INSERT OR REPLACE INTO levels VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def _observe_stall(self, at: float) -> None:
         stall = self._runtime.core.state.stall

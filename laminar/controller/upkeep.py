@@ -138,10 +138,10 @@ class Upkeep:
             database.execute(
                 "DELETE FROM answers WHERE (boot, seq) < (SELECT boot, seq FROM events ORDER BY boot, seq LIMIT 1)"
             )
-            for table in ("spans", "moves"):
+            for table, time_of in (("spans", "end"), ("moves", "end"), ("levels", "at")):
                 gone += database.execute(
                     f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?) "
-                    "AND end < (SELECT at FROM events ORDER BY boot, seq LIMIT 1)",
+                    f"AND {time_of} < (SELECT at FROM events ORDER BY boot, seq LIMIT 1)",
                     (ROWS_AT_ONCE,),
                 ).rowcount
         if not gone:

@@ -30,6 +30,8 @@ class Step(NamedTuple):
     event: AnyEvent
     actions: list[AnyAction]
     """What the core gives now."""
+    num_decisions: int
+    """Of the state before it."""
     answer: str
     """What it answered when it was recorded (`laminar.controller.answers`)."""
 
@@ -55,6 +57,8 @@ class Playback:
         """Its first event is the next one; 0 = the life's first."""
         self.left_out = beginning.left_out
         """Why that is not the first, for people; empty = it is."""
+        self.refused: Recorded | None = None
+        """The event of a ReplayError."""
         self._damage = ""
         """What is wrong with the event that follows `_ahead`."""
         self._place = beginning.place
@@ -83,29 +87,35 @@ class Playback:
         return self._ahead[0].event if self._read_ahead() else None
 
     def step(self) -> Step | None:
-        """Replay the next event; None = there is none (yet), or it is damaged (`cut`). Raises RecordingError, ReplayError."""
+        """Replay the next event; None = there is none (yet), or it is damaged (`cut`). Raises RecordingError, ReplayError; after a
+        ReplayError the core is as it broke, and only `seek` to before the event goes on.
+        """
         if not self._read_ahead():
             return None
-        boot, event, answer = self._ahead.popleft()
+        recorded = self._ahead.popleft()
+        boot, event, answer = recorded
+        num_decisions = self.core.state.num_decisions
         try:
             actions = self.core.handle(event)
         except Exception as error:
-            self._ahead.clear()
+            self.refused = recorded
             what = f"{type(error).__name__}: {error}"
             raise ReplayError(f"event {event.seq} ({type(event).__name__}): the core raised {what}") from error
         self._place = boot, event.seq
         if event.seq - self._keyframes[-1].place[1] >= self._every:
             self._keep()
-        return Step(boot, event, actions, answer)
+        return Step(boot, event, actions, num_decisions, answer)
 
     def seek(self, seq: int) -> None:
         """To where event `seq` has just been handled, or as near as the log allows. Raises RecordingError, ReplayError."""
-        if seq < self.seq:
+        if seq < self.seq or self.refused is not None:
             self._go_back(next((k for k in reversed(self._keyframes) if k.place[1] <= seq), self._keyframes[0]))
         while self.seq < seq and self.step():
             pass
 
     def _read_ahead(self) -> bool:
+        if self.refused is not None:
+            return False
         if not self._ahead and not self._damage:
             found, self._damage = self.recording.after(self.life, self._place)
             self._ahead.extend(found)
@@ -115,7 +125,7 @@ class Playback:
         settings = self.recording.settings(self.life)
         self.core = Core.restore(settings, to.state)
         self.core.story = Story(to.story)
-        self._place, self._damage = to.place, ""
+        self._place, self._damage, self.refused = to.place, "", None
         self._ahead.clear()
 
     def _keyframe(self) -> _Keyframe:

@@ -233,6 +233,12 @@ class Recording:
         rows = self.query(query, *life.span)
         return rows[0] if rows else (life.number, 0)
 
+    def times(self, life: Life) -> tuple[float, float]:
+        """Of its first and last event in the log, seconds since the epoch; (0, 0) if there is none."""
+        query = "SELECT coalesce(min(at), 0), coalesce(max(at), 0) FROM events WHERE boot BETWEEN ? AND ?"
+        first, last = self.query(query, *life.span)[0]
+        return float(first), float(last)
+
     def after(self, life: Life, place: Place) -> tuple[list[Recorded], str]:
         """Some of the events after `place`, and what is wrong with the one that follows them; ([], "") = there are no more yet."""
         known = any(boot.code is not None for boot in life.boots)

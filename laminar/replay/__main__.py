@@ -1,0 +1,165 @@
+"""`python -m laminar.replay`: a recorded run through the scheduling core again. docs/replay.md."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from laminar.controller import rundir
+from laminar.errors import LaminarError
+from laminar.replay.playback import Playback
+from laminar.replay.recording import Life, Recording
+from laminar.replay.verify import Verdict, verify
+
+EXIT_SAME, EXIT_DIVERGED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EPILOG = """examples:
+  python -m laminar.replay runs/my-run                              (what was recorded)
+  python -m laminar.replay runs/my-run --verify
+
+Exit status: 0 = done, and for --verify: no divergence; 1 = the present code decides otherwise; 2 = the log or the arguments cannot
+be used. Nothing is written to the run, which may be going on. docs/replay.md says what each can and cannot tell.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage of all options."""
+        self.exit(EXIT_USAGE, f"error: {message}; --help has examples\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    try:
+        options = _parse(arguments)
+        with Recording(options.run or rundir.latest(Path("runs"))) as recording:
+            lives = recording.lives if options.boot is None else [recording.life(options.boot)]
+            return _verify(recording, lives, options) if options.verify else _describe(recording, lives, options)
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # … | head
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+        return EXIT_SAME
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m laminar.replay",
+        description="Replay a recorded run through the scheduling core.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        type=Path,
+        help="a run's directory or its run.db; default: the latest under runs/",
+    )
+    parser.add_argument("--verify", action="store_true", help="compare every decision with that of the present code")
+    parser.add_argument(
+        "--boot", type=int, metavar="N", help="only the part of the run that this controller process belongs to"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args(arguments)
+
+
+# ---- what was recorded -------------------------------------------------------------------------------------
+
+
+def _describe(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
+    found = [_facts(recording, life) for life in lives]
+    if options.json:
+        print(json.dumps({"run": str(recording.path), "left_out": recording.left_out, "lives": found}, indent=2))
+        return EXIT_SAME
+    print(recording.path)
+    for line in filter(None, [recording.left_out]):
+        print(line)
+    for life, facts in zip(lives, found, strict=True):
+        print(
+            f"\n{_name_of(life)}: {facts['events']} events, {facts['began'].replace('T', ' ')}, {facts['ran_s']:.0f} s"
+        )
+        print("\n".join(f"  {line}" for line in _lines(life, facts)))
+    return EXIT_SAME
+
+
+def _facts(recording: Recording, life: Life) -> dict[str, Any]:
+    first, last = recording.times(life)
+    facts: dict[str, Any] = {
+        "boots": [boot.number for boot in life.boots],
+        "events": recording.last(life)[1],
+        "began": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(life.boots[0].started)),
+        "ran_s": last - first,
+        "resumed_step": life.boots[0].resumed_step,
+        "outcome": life.boots[-1].outcome,
+        "answers": all(boot.code is not None for boot in life.boots),
+        "unusable": "",
+    }
+    try:
+        facts["left_out"] = Playback(recording, life).left_out
+    except LaminarError as error:
+        facts["unusable"] = str(error)
+    return facts
+
+
+def _lines(life: Life, facts: dict[str, Any]) -> Iterator[str]:
+    if facts["resumed_step"]:
+        yield f"went on from the checkpoint of step {facts['resumed_step']}"
+    yield f"ended: {facts['outcome']}" if facts["outcome"] else "lives, or was killed"
+    if not facts["answers"]:
+        yield "did not record what the core answered: --verify has only the states that were kept"
+    if facts["unusable"]:
+        yield f"cannot be replayed: {facts['unusable']}"
+    elif facts["left_out"]:
+        yield facts["left_out"]
+
+
+def _name_of(life: Life) -> str:
+    first, last = life.span
+    return f"boot {first}" if first == last else f"boots {first} to {last}"
+
+
+# ---- verify ------------------------------------------------------------------------------------------------
+
+
+def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
+    verdicts = verify(recording, lives)
+    if options.json:
+        print(json.dumps({"run": str(recording.path), "lives": [_plain(v) for v in verdicts]}, indent=2))
+    else:
+        print("\n".join(line for line in [recording.left_out, *map(told, verdicts)] if line))
+    if any(verdict.divergence for verdict in verdicts):
+        return EXIT_DIVERGED
+    return EXIT_USAGE if all(verdict.unusable for verdict in verdicts) else EXIT_SAME
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    divergence = verdict.divergence and verdict.divergence._asdict()
+    boots = [boot.number for boot in verdict.life.boots]
+    return {"boots": boots, **{**verdict._asdict(), "life": verdict.life.number, "divergence": divergence}}
+
+
+def told(verdict: Verdict) -> str:
+    """For people."""
+    name = _name_of(verdict.life)
+    if verdict.unusable:
+        return f"{name}: not compared: {verdict.unusable}"
+    compared = f"{verdict.num_answers} answers and {verdict.num_states} whole states compared"
+    lines = [f"{name}: no divergence in {verdict.num_events} events; {compared}"]
+    if found := verdict.divergence:
+        lines = [f"{name}: diverged at event {found.seq} of boot {found.boot} ({found.event}), after {verdict.num_events} events "
+                 f"without a difference; {compared}"]  # fmt: skip
+        lines += [f"  {line}" for line in (*found.what, found.code)]
+        lines.append(f'  look at it: python -m laminar.console --log RUN -c "goto {found.seq - 1}; next"')
+    return "\n".join([*lines, *(f"  {note}" for note in verdict.notes)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,6 +56,8 @@ def _load_file(path: Path, heading: str, fresh: bool) -> ModuleType:
     name = f"laminar_user_{path.stem}_{crc32(str(path).encode()):08x}"
     if name in sys.modules and not fresh:
         return sys.modules[name]
+    if fresh:  # compiled code counts as present if size and second of the file are what they were
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{heading}: {path} is not a Python file")

@@ -40,35 +40,34 @@ def load(reference: str, what: str, *, fresh: bool = False) -> Sampler:
     return cast(Sampler, sampler)
 
 
-def chosen(reference: str, configured: Sampler | None) -> Sampler | None:
-    """The one that an operator has chosen in an earlier life of the run; without one, as configured. Raises ConfigError."""
-    if not reference:
-        return configured
-    return None if reference == FIFO else load(reference, "the sampler that an operator chose")
-
-
 class Samplers:
     """The sampler that is asked, and those that an operator may put in its place: each is loaded before it is chosen."""
 
     def __init__(self, sampler: Sampler | None) -> None:
         """None = FIFO: none is asked."""
-        self._asked = GuardedSampler(sampler) if sampler else None
+        self._asked: GuardedSampler | str = GuardedSampler(sampler) if sampler else "there is none"
+        """Or why nobody can be."""
         self._ready: dict[str, Sampler] = {}
 
     def prepare(self, reference: str) -> None:
-        """Load it, from its file as it is now. May take as long as user code takes to import. Raises ConfigError."""
+        """Load it, a file as it is now. Takes as long as user code takes to import: for a thread. Raises ConfigError."""
         if reference != FIFO:
             self._ready[reference] = load(reference, "sampler", fresh=True)
 
     def use(self, reference: str) -> None:
-        """From now on this one is asked, from a fresh start. Raises ConfigError if it has to be loaded and cannot."""
-        if reference != FIFO and reference not in self._ready:
-            self.prepare(reference)
-        self._asked = GuardedSampler(self._ready.pop(reference)) if reference != FIFO else None
+        """From now on this one is asked, from a fresh start. One that cannot be loaded (any more) answers with the reason."""
+        try:
+            if reference not in self._ready:
+                self.prepare(reference)
+        except ConfigError as error:
+            self._asked = f"cannot be loaded: {error}"
+            return
+        self._asked = GuardedSampler(self._ready.pop(reference)) if reference != FIFO else "there is none"
 
     def ask(self, action: AskSampler) -> SamplerAnswered:
         """Its choice, or what went wrong."""
-        assert self._asked is not None, "the settings name a custom sampler, but there is none"
+        if isinstance(self._asked, str):
+            return SamplerAnswered(request=action.request, error=self._asked)
         return self._asked.ask(action)
 
 

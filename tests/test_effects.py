@@ -29,7 +29,7 @@ from laminar.core.sampling import BufferView, GroupView, Sampler
 from laminar.core.settings import Settings
 from laminar.core.trainer_records import Branch
 from laminar.ids import GroupId, PromptId, TrajectoryId, Version, WorkerId
-from laminar.samplers import GuardedSampler
+from laminar.samplers import GuardedSampler, Samplers
 from laminar.tasks.datasets import PromptSet
 from laminar.workers.link import Link
 
@@ -527,3 +527,56 @@ def test_a_choice_that_does_not_come_is_not_waited_for_and_asked_again_once_it_h
     while (third := guarded.ask(ask(request=7))).error:
         time.sleep(0.01)  # until the first choice has come, which nobody waits for any more
     assert (third.request, third.groups) == (7, [11, 12])
+
+
+# ---- an operator's word ------------------------------------------------------------------------------------
+
+
+async def test_a_replica_is_told_its_flush_interval(world: World) -> None:
+    world.effects.perform(actions.ReconfigureReplica(cause=1, worker=ROLLOUT, flush_interval_s=2.0))
+    assert await world.received(ROLLOUT) == wire.Reconfigure(flush_interval_s=2.0)
+
+
+async def test_a_breakpoint_that_is_hit_is_told_and_recorded_like_an_alarm_but_not_again_by_a_take_over(
+    world: World,
+) -> None:
+    hit = actions.BreakpointHit(cause=1, breakpoint=2, where="repack when moves > 2", text="trajectories move")
+    world.effects.perform(hit)
+    world.effects.replay(hit)
+    text = "2 (repack when moves > 2): trajectories move; the run is held until an operator lets it go"
+    assert world.alarms == [("breakpoint", text)]
+
+
+SAMPLER_FILE = """
+class Newest:
+    def select(self, view, num_groups):
+        return [group.id for group in reversed(view.groups)][:num_groups]
+    def state(self):
+        return {}
+    def load_state(self, state):
+        pass
+"""
+
+
+def test_a_sampler_is_loaded_from_its_file_as_it_is_now(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    reference = f"{file}:Newest"
+    file.write_text(SAMPLER_FILE)
+    samplers = Samplers(None)
+    samplers.prepare(reference)
+    samplers.use(reference)
+    assert samplers.ask(ask()).groups == [13, 12]
+    file.write_text(SAMPLER_FILE.replace("reversed(view.groups)", "view.groups"))
+    samplers.use(reference)
+    assert samplers.ask(ask(request=6)).groups == [11, 12]
+
+
+def test_a_sampler_that_cannot_be_loaded_any_more_says_so_whenever_it_is_asked(tmp_path: Path) -> None:
+    samplers = Samplers(Fifo())
+    samplers.use(f"{tmp_path}/gone.py:Newest")
+    answer = samplers.ask(ask())
+    assert answer.request == 5
+    assert "cannot be loaded" in answer.error
+    assert "no file" in answer.error
+    samplers.use("fifo")
+    assert samplers.ask(ask()).error == "there is none"

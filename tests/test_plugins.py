@@ -123,3 +123,14 @@ def test_a_file_that_failed_is_run_again_after_it_was_corrected():
 def test_file_references_are_told_from_modules():
     assert is_file_reference("a/b.py:C")
     assert not is_file_reference("a.b:C")
+
+
+def test_a_file_is_executed_again_only_if_it_is_to_be_fresh(workplace):
+    write("mine.py", "NUMBER = 1\n")
+    assert load_object("mine.py:NUMBER", "x") == 1
+    write("mine.py", "NUMBER = 2\n")
+    assert load_object("mine.py:NUMBER", "x") == 1
+    assert load_object("mine.py:NUMBER", "x", fresh=True) == 2
+    write("mine.py", "NUMBER = 1 / 0\n")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        load_object("mine.py:NUMBER", "x", fresh=True)

@@ -97,6 +97,7 @@ class Recorded(World):
 
     def __init__(self, directory: Path, seed: int, pictures: set[int]) -> None:
         super().__init__(settings(**RICH), seed, faults=0.1)
+        self.operator = True
         self.shell = Shell(directory, self.core)
         self.shell.runtime.now = lambda: self.at  # type: ignore[method-assign]
         self.shell.runtime.perform = self._perform

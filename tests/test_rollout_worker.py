@@ -249,6 +249,19 @@ async def test_a_retry_goes_on_after_its_prefix_and_gives_the_same_response(conf
         assert bench.all_of("rewarded")[0].reward == bench.all_of("rewarded")[1].reward
 
 
+async def test_an_operator_may_have_tokens_flushed_more_often(config: Config, relay: Daemon) -> None:
+    """As configured, nothing would be heard of these attempts before they end."""
+    rollout = msgspec.structs.replace(config.rollout, flush_interval_s=600.0, max_tokens=900, length_floor_median=900)
+    async with running(msgspec.structs.replace(config, rollout=rollout), relay) as bench:
+        await bench.hold()
+        await bench.assign([start(number) for number in range(1, 5)])
+        await bench.end.send(wire.Reconfigure(flush_interval_s=0.05))
+        await bench.end.until(bench.is_generating)
+        assert not bench.all_of("finished")
+        await bench.end.send(wire.Abort(trajectories=[TrajectoryId(n) for n in range(1, 5)], attempts=[0] * 4))
+        await bench.until("aborted", 4)
+
+
 async def test_complete_responses_are_only_finished_or_only_scored(config: Config, relay: Daemon) -> None:
     async with running(config, relay) as bench:
         await bench.hold()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar import checkpoints, samplers, wire
+from laminar import checkpoints, wire
 from laminar.config import Config
 from laminar.controller import answers, metricsfile, otel, recovery
 from laminar.controller.archive import Archive
@@ -33,6 +33,7 @@ from laminar.controller.prometheus import Prometheus
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
+from laminar.controller.samplerchange import SamplerChange
 from laminar.controller.segments import Past
 from laminar.controller.server import Server
 from laminar.controller.status import status_of
@@ -182,7 +183,7 @@ class Application:
             checkpoints_at=run.checkpoints,
             keep_last=config.trainer.keep_last,
             keep_every=config.trainer.keep_every,
-            sampler=samplers.chosen(core.state.sampler, self._sampler),
+            sampler=self._sampler,
             stop_process=lambda worker: self._crew.launcher.give_up(worker),
             start_process=lambda worker: self._runtime.own(self._crew.start_again(worker), f"start-{worker}"),
             alarm=self._tell,
@@ -228,9 +229,9 @@ class Application:
         self._server.on_broken = lambda c: self._runtime.post(lost(worker=c.worker, incarnation=c.incarnation))
         self._server.on_returned = lambda c: self._runtime.post(back(worker=c.worker, incarnation=c.incarnation))
         self._server.token_rows = self._tokens.rows
-        operator = Operator(
-            self._runtime, self._channels, status=self._status, why_stalled=self._watches.why_stalled.report
-        )
+        commands = {"sampler": SamplerChange(self._runtime, self._effects.samplers, self._alarm).choose}
+        stalled = self._watches.why_stalled.report
+        operator = Operator(self._runtime, self._channels, status=self._status, why_stalled=stalled, commands=commands)
         prometheus = Prometheus(self._run.name, self._runtime, self._telemetry, self._log)
         self._server.routes = [*operator.routes(), *prometheus.routes(), *self._dashboard.routes()]
         self._server.open_routes = self._dashboard.open_routes(self._server.access)

@@ -140,6 +140,8 @@ def replay(history: History, core: Core, channels: Channels, effects: Effects, p
     channels.acknowledge(core.state.seq + len(history.events))
     channels.resume(history.snapshot.channels)
     effects.relay_addresses.update(history.snapshot.relay_addresses)
+    if core.state.sampler:
+        effects.samplers.use(core.state.sampler)
     tokens, effects.tokens = effects.tokens, _PastPrefixes(past, core.state)
     for event in history.events:
         if type(event) in ROLES:

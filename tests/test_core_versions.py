@@ -136,6 +136,18 @@ def test_the_readable_version_is_kept_however_many_are_lost_after_it():
     assert driver.generating("r0")
 
 
+def test_what_a_replica_begins_under_old_weights_has_their_digest_however_long_no_relay_is_there():
+    driver = started("r0", batch_groups=1, buffer_groups_max=1, steps=200, local_batch_groups=1, relay_restarts_max=3)
+    driver.lost("relay-0")
+    for _ in range(2 * versions.RECORDS_MAX):
+        driver.complete_all("r0")
+        driver.step_done()
+    began = [driver.core.state.trajectories[trajectory] for trajectory in driver.generating("r0")]
+    assert began
+    assert all((each.behavior_version, each.digest) == (Version(0, 0), "dv0") for each in began)
+    assert len(driver.core.state.versions) == versions.RECORDS_MAX
+
+
 def drained_during_publication() -> Driver:
     """v1 is being published while the only replica has nothing left to generate."""
     driver = started("r0", batch_groups=1, buffer_groups_max=4, local_batch_groups=1, steps=9, await_publication_s=2.0)

@@ -10,7 +10,7 @@ from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
 
 PUBLISH_TRIES_MAX = 3  # a version that the relay lost three times will not fare better the fourth time
-RECORDS_MAX = 64  # far more than replicas can lag; older ones are in the database
+RECORDS_MAX = 64  # and those of versions that somebody holds; all others are in the database
 
 
 def newest(state: State) -> VersionRecord | None:
@@ -53,12 +53,22 @@ def staleness(branches: list[Branch], new: Version, old: Version) -> int:
 
 def made(turn: Turn) -> None:
     """The trainer holds a new version: publish it as soon as a relay is there."""
-    record = VersionRecord(version=turn.trainer_version)
-    records, readable = turn.state.versions, newest(turn.state)
-    records.append(record)
-    if len(records) > RECORDS_MAX:
-        del records[1 if records[0] is readable else 0]
+    turn.state.versions.append(VersionRecord(version=turn.trainer_version))
+    _forget_old(turn.state)
     publish(turn)
+
+
+def _forget_old(state: State) -> None:
+    """Replicas may begin groups under what they hold for as long as no relay brings anything newer."""
+    surplus = len(state.versions) - RECORDS_MAX
+    if surplus <= 0:
+        return
+    held = [version for relay in state.relays.values() for version in relay.held]
+    held += [version for replica in state.replicas.values() for version in (replica.version, replica.target) if version]
+    kept, readable = dict.fromkeys(held), newest(state)
+    old = [record for record in state.versions[:-1] if record.version not in kept and record is not readable]
+    forgotten = dict.fromkeys(record.version for record in old[:surplus])
+    state.versions = [record for record in state.versions if record.version not in forgotten]
 
 
 def publish(turn: Turn) -> None:

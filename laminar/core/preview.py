@@ -12,6 +12,9 @@ from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
 
 OTHERS_SHOWN = 8  # the fullest of those with room, then some of those without
+CHOICES_EXPLAINED = (
+    24  # more than anybody reads; all moves of a fleet of 256 would hold up the controller for a tenth of a second
+)
 
 
 EMPTIED = "it is emptied itself"
@@ -47,7 +50,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     move: repack.Move
     others: list[Other]
-    """At most `OTHERS_SHOWN`; empty if a source is divided among several (`laminar.core.spread`), which are filled in order."""
+    """At most `OTHERS_SHOWN`, of the first `CHOICES_EXPLAINED` moves; empty if a source is divided among several
+    (`laminar.core.spread`), which are filled in order."""
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +139,7 @@ def _candidates(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> lis
 
 
 def _choices(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[Choice]:
-    """The moves in the order in which they were planned, each with what the others of its version would have become."""
+    """The moves in the order in which they were planned, the first ones with what the others of their version would have become."""
     if turn.settings.repack_policy == "parts":
         return [Choice(move=move, others=[]) for move in found.moves]
     by_version = repack.candidates(loads, {})
@@ -143,18 +147,27 @@ def _choices(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[C
     after = {load.worker: (load.kv_used, load.num_requests) for load in loads}
     emptied: dict[WorkerId, None] = {}
     choices = []
-    for move in found.moves:
-        source = load_of[move.source]
-        rest = [load for load in by_version[source.version] if load.worker not in (move.source, move.destination)]
-        others = [_other(source, load, after[load.worker], load.worker in emptied) for load in rest]
-        others.sort(key=lambda other: (bool(other.why_not), -other.kv_after))
-        choices.append(Choice(move=move, others=others[:OTHERS_SHOWN]))
+    for number, move in enumerate(found.moves):
+        source, others = load_of[move.source], list[Other]()
+        if number < CHOICES_EXPLAINED:
+            rest = [load for load in by_version[source.version] if load.worker not in (move.source, move.destination)]
+            others = _others(source, rest, after, emptied)
+        choices.append(Choice(move=move, others=others))
         after[move.destination] = move.kv_after, move.requests_after
         emptied[move.source] = None
     return choices
 
 
-def _other(source: repack.Load, load: repack.Load, before: tuple[int, int], is_emptied: bool) -> Other:
-    kv_after, requests_after = before[0] + source.kv_used, before[1] + source.num_requests
-    why_not = EMPTIED if is_emptied else repack.why_no_room(load, kv_after, requests_after)
-    return Other(load.worker, kv_after, requests_after, why_not)
+def _others(
+    source: repack.Load,
+    rest: list[repack.Load],
+    after: dict[WorkerId, tuple[int, int]],
+    emptied: dict[WorkerId, None],
+) -> list[Other]:
+    """Those with room first, the fullest first."""
+    others = []
+    for load in rest:
+        kv_after, requests_after = after[load.worker][0] + source.kv_used, after[load.worker][1] + source.num_requests
+        why_not = EMPTIED if load.worker in emptied else repack.why_no_room(load, kv_after, requests_after)
+        others.append(Other(load.worker, kv_after, requests_after, why_not))
+    return sorted(others, key=lambda other: (bool(other.why_not), -other.kv_after))[:OTHERS_SHOWN]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from laminar.controller import answers
-from laminar.core import dispatch, fleet
+from laminar.core import dispatch, engine, fleet, passes
 from laminar.core.decisions import DispatchNew
 from laminar.core.turn import Turn
 from laminar.replay.__main__ import main, told
@@ -65,15 +65,13 @@ async def test_a_changed_decision_is_found_at_its_event_with_what_was_answered_t
     await record(tmp_path)
     wanted = settings(**RICH).local_batch_groups
 
-    def fewer(turn: Turn, decision: DispatchNew, apply: Callable[..., Any] = dispatch.apply) -> None:
-        apply(turn, decision)
+    def fewer(turn: Turn, decision: DispatchNew, apply: Callable[..., str] = dispatch.apply) -> str:
+        void = apply(turn, decision)
         for replica in turn.state.replicas.values():
             replica.admit_left = min(replica.admit_left, wanted - 2)
+        return void
 
-    from laminar.core import engine
-
-    propose, _ = engine._PASSES["dispatch"]
-    monkeypatch.setitem(engine._PASSES, "dispatch", (propose, fewer))
+    monkeypatch.setitem(passes.PASSES, "dispatch", (dispatch.propose, fewer))
     divergence = verified(tmp_path).divergence
     assert divergence is not None
     with sqlite3.connect(tmp_path / "run.db") as database:
@@ -93,7 +91,6 @@ async def test_an_answer_of_the_same_kinds_that_says_something_else_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path)
-    from laminar.core import engine
 
     def other_seeds(turn: Turn, event: Any, on_started: Any = engine._HANDLERS[engine.events.RunStarted]) -> None:
         on_started(turn, event)
@@ -115,7 +112,6 @@ async def test_a_state_that_differs_while_the_answers_do_not_is_found_where_one_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path)
-    from laminar.core import engine
 
     def forgetful(turn: Turn, event: Any) -> None:
         fleet.on_joined(turn, event)
@@ -131,7 +127,6 @@ async def test_a_core_that_raises_now_and_did_not_then_diverges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path)
-    from laminar.core import engine
 
     def broken(turn: Turn, event: Any) -> None:
         raise KeyError("r0")
@@ -147,8 +142,6 @@ async def test_a_core_that_raised_then_and_raises_now_does_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path, outcome="the controller failed: KeyError: 'r0'; its state is dumped beside the logs")
-    from laminar.core import engine
-
     with Recording(tmp_path) as recording:
         query = "SELECT max(seq) FROM events WHERE kind = 'StepFinished'"
         last = recording.query(query)[0][0]

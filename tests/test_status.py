@@ -6,6 +6,8 @@ from core_world import Driver, settings
 from test_core_moves import check, tailing
 
 from laminar.controller.status import status_of
+from laminar.core import events
+from laminar.core.operator_records import Condition
 from laminar.ids import Version, WorkerId
 from laminar.wire import Progress, RelayReport
 
@@ -66,3 +68,25 @@ def test_the_status_tells_what_each_relay_uses_and_how_far_it_is():
     assert (link["transport"], link["sent_bytes"], link["wire_bytes"]) == ("ucx over TCP", 8 << 20, 1 << 20)
     assert link["receiving"] == {"version": "v1", "bytes": 3 << 20, "of": 4 << 20}
     assert link["sending"] is None
+
+
+def test_the_status_tells_what_an_operator_holds_and_has_changed() -> None:
+    driver = Driver(settings(steps=9))
+    driver.start("r0")
+    driver.send(events.BreakpointSet(where="sample", conditions=[Condition("step", "==", 1)]))
+    driver.send(events.SettingsChanged(changes={"buffer_groups_max": 8}))
+    driver.send(events.StopAfterStep(step=3))
+    driver.send(events.HoldChanged(pass_name="dispatch", held=True, mode="pause"))
+    driver.complete_all("r0")
+    told = json.loads(json.dumps(status_of(driver.core, {})))["operator"]
+    assert told == {
+        "holds": [
+            "the pass dispatch is paused by an operator",
+            "the pass sample is held by breakpoint 1, decision 1 waits for a word",
+        ],
+        "held": {"1": "step 1 gets a batch of 2 groups"},
+        "breakpoints": {"1": {"at": "sample when step == 1", "hits": 1}},
+        "settings": {"buffer_groups_max": 8},
+        "sampler": None,
+        "stop_after_step": 3,
+    }

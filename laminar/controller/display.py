@@ -40,6 +40,12 @@ def display_of(config: Config, state: State, telemetry: Telemetry) -> Display:
     return (LiveDisplay if live else PlainDisplay)(state, telemetry, config.run.steps)
 
 
+def last_step(state: State, configured: int) -> int:
+    """The step with which the run ends, as an operator may have changed it."""
+    amended = state.amended.get("steps", configured)
+    return min(int(amended or configured), state.stop_after or sys.maxsize)
+
+
 def step_line(metrics: dict[str, float], steps: int, state: State) -> str:
     """One finished step in one line."""
     versions = " ".join(f"{name}@{replica.version or '–'}" for name, replica in state.replicas.items())
@@ -73,7 +79,7 @@ class PlainDisplay:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def on_step(self) -> None:
-        self.say(step_line(self._telemetry.history[-1], self._steps, self._state))
+        self.say(step_line(self._telemetry.history[-1], last_step(self._state, self._steps), self._state))
 
     def refresh(self) -> None:
         """Nothing moves in a log."""
@@ -108,22 +114,26 @@ class LiveDisplay:
         return Group(self._progress(), self._numbers(), self._replicas(), *relays)
 
     def _progress(self) -> Table:
-        done = self._state.trainer.step
-        eta = self._telemetry.seconds_per_step() * (self._steps - done)
+        done, steps = self._state.trainer.step, last_step(self._state, self._steps)
+        eta = self._telemetry.seconds_per_step() * (steps - done)
         row = Table.grid(padding=(0, 1))
         row.add_row(
-            Text(f"step {done}/{self._steps}", style="bold"),
-            ProgressBar(total=self._steps, completed=done, width=40),
-            Text(f"ETA {time.strftime('%M:%S', time.gmtime(eta))}" if eta else self._phase()),
+            Text(f"step {done}/{steps}", style="bold"),
+            ProgressBar(total=steps, completed=done, width=40),
+            Text(self._held() or (f"ETA {time.strftime('%M:%S', time.gmtime(eta))}" if eta else self._phase())),
         )
         return row
+
+    def _held(self) -> str:
+        """That an operator or a breakpoint holds the run, which else looks dead."""
+        return f"held: {', '.join(self._state.holds)}" if self._state.holds else ""
 
     def _phase(self) -> str:
         if not self._state.trainer.ready:
             return "starting the workers"
         if not any(replica.version for replica in self._state.replicas.values()):
             return "publishing the first weights"
-        return "generating" if self._state.trainer.step < self._steps else "finishing"
+        return "generating" if self._state.trainer.step < last_step(self._state, self._steps) else "finishing"
 
     def _numbers(self) -> Table:
         metrics = self._telemetry.history[-1] if self._telemetry.history else {}

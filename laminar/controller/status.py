@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from laminar.core import dispatch, health
+from laminar.core import breakpoints, dispatch, health, holds
+from laminar.core.decisions import in_words
 from laminar.core.engine import Core
 from laminar.core.records import RepackRecord, State
 from laminar.core.turn import Turn
@@ -13,7 +14,8 @@ from laminar.wire import Progress, RelayReport
 
 
 def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
-    """Where the run is, whether new groups begin, replicas and relays, lost replicas' trajectories, repacking, the ledger.
+    """Where the run is, whether new groups begin, replicas and relays, lost replicas' trajectories, repacking, what an operator
+    holds and has changed, the ledger.
 
     `reports`: what relays said of themselves last.
     """
@@ -28,7 +30,23 @@ def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, 
         "relays": relays(state, reports),
         "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
+        "operator": _operator(state),
         "ledger": msgspec.to_builtins(state.ledger),
+    }
+
+
+def _operator(state: State) -> dict[str, object]:
+    """What is held, and what was changed."""
+    return {
+        "holds": [holds.why(state, name) for name in state.holds],
+        "held": {str(held.id): in_words(held.decision) for held in state.held.values()},
+        "breakpoints": {
+            str(each.id): {"at": breakpoints.in_text(each.where, each.conditions), "hits": each.num_hits}
+            for each in state.breakpoints.values()
+        },
+        "settings": dict(state.amended),
+        "sampler": state.sampler or None,
+        "stop_after_step": state.stop_after or None,
     }
 
 

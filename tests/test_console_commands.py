@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from core_world import Driver, settings
 
+from laminar.config import Config
 from laminar.console.answers import Answer, records
 from laminar.console.commands import COMMANDS
+from laminar.console.commands.change import KEYS, OF_REPLICAS
 from laminar.console.language import Language
 from laminar.console.view import View
 from laminar.core import actions, events, explain, ledger, preview, waits
@@ -205,7 +207,7 @@ def test_who_waits_for_whom_is_the_wait_for_graph_of_the_core() -> None:
 def held_repack(replicas: int = 3) -> Desk:
     """The second check finds all replicas past their peak, and what it decides is held."""
     desk = Desk(replicas, repack_interval_s=1.0, local_batch_groups=2, buffer_groups_max=12)
-    assert not desk.ask("pause repack").error
+    assert not desk.ask("hold repack").error
     for kv in (900, 100):
         for index in range(replicas):
             name = f"rollout-{index}"
@@ -226,7 +228,7 @@ def test_a_pause_is_an_event_and_holds_the_next_decision():
     assert not desk.all(actions.AbortAttempts)
     (row,) = desk.rows("held")
     assert row["pass"] == "repack"
-    assert row["what"].startswith("move ")
+    assert row["what"].startswith("trajectories move: ")
 
 
 def test_a_held_repack_shows_each_transfer_with_the_reason_of_the_planner():
@@ -235,6 +237,14 @@ def test_a_held_repack_shows_each_transfer_with_the_reason_of_the_planner():
     shown = desk.rows(f"held {number}")
     assert [row["reason"] for row in shown] == [transfer.reason for transfer in the_held(desk).transfers]
     assert all(row["reason"].startswith("left fullest") for row in shown)
+
+
+def test_the_plan_of_a_held_repack_is_what_the_check_that_decided_it_saw():
+    desk = held_repack()
+    answer = desk.ask("plan")
+    assert [row["why"] for row in records(answer.tables[0])] == list(desk.core.state.repack.moved_reasons.values())
+    assert records(answer.tables[1]) == desk.rows(f"held {next(iter(desk.core.state.held))}")
+    assert desk.ask("plan now").headline.startswith("a check now would move nothing; but the pass repack is held")
 
 
 def test_what_is_approved_is_carried_out_and_the_answer_is_the_story_of_that_event():
@@ -281,7 +291,7 @@ def test_an_edit_that_cannot_be_is_refused_with_the_reason():
 
 def test_a_batch_is_edited_by_swapping_complete_groups():
     desk = Desk(2, buffer_groups_max=8)
-    desk.ask("pause sample")
+    desk.ask("hold sample")
     desk.fill("rollout-0", "rollout-1")
     (held,) = desk.core.state.held.values()
     assert "is in the batch already" in desk.error(f"edit {held.id} swap g1 g2")
@@ -293,7 +303,7 @@ def test_a_batch_is_edited_by_swapping_complete_groups():
 
 def test_a_dispatch_is_edited_to_go_to_another_replica():
     desk = Desk(1)
-    desk.ask("pause dispatch")
+    desk.ask("hold dispatch")
     desk.join("rollout-1")
     desk.refreshed("rollout-1")
     desk.join("rollout-2")
@@ -307,7 +317,164 @@ def test_a_dispatch_is_edited_to_go_to_another_replica():
 
 def test_resume_lets_go_what_was_paused_and_nothing_else():
     desk = held_repack()
-    assert "dispatch is not paused; paused are: repack" in desk.error("resume dispatch")
+    assert "dispatch is not held; held are: repack" in desk.error("resume dispatch")
     assert not desk.ask("resume").error
     assert not desk.core.state.holds
-    assert "nothing is paused" in desk.error("resume")
+    assert "nothing is held or paused" in desk.error("resume")
+
+
+def test_a_paused_pass_decides_nothing_and_a_held_one_shows_what_it_would():
+    desk = Desk(1, buffer_groups_max=8)
+    desk.ask("pause sample")
+    desk.fill("rollout-0")
+    assert not desk.core.state.held
+    assert not desk.core.state.steps
+    desk.ask("hold sample")
+    assert [row["pass"] for row in desk.rows("held")] == ["sample"]
+    desk.ask("continue")
+    assert list(desk.core.state.steps) == [1]
+    assert desk.core.state.holds, "it goes on being held: the next batch will be shown"
+
+
+def test_going_on_where_nothing_is_held_is_refused_with_what_helps():
+    desk = Desk(1)
+    assert "nothing waits at a breakpoint" in desk.error("continue")
+    desk.ask("pause all")
+    assert "`resume` lets refresh, repack, dispatch, sample go" in desk.error("continue")
+    assert "goes on by itself" in desk.error("continue until step 3")
+
+
+# ---- breakpoints -------------------------------------------------------------------------------------------
+
+
+def test_a_breakpoint_holds_the_decision_that_meets_it_and_continue_applies_it():
+    desk = Desk(1, buffer_groups_max=8)
+    assert "breakpoint 1 at sample when step == 1" in desk.ask("break sample when step = 1").lines[0]
+    desk.fill("rollout-0")
+    (held,) = desk.core.state.held.values()
+    assert held.breakpoint == 1
+    shown = desk.rows("break")[0]
+    assert (shown["at"], shown["hits"], shown["last_event"]) == ("sample when step == 1", 1, desk.seq)
+    desk.ask("continue")
+    assert list(desk.core.state.steps) == [1]
+    assert not desk.core.state.holds
+
+
+def test_a_breakpoint_at_an_event_holds_every_pass_from_then_on():
+    desk = Desk(2, restarts_max=1)
+    desk.ask("break replica-dead when replica == r1")
+    desk.lost("rollout-0")
+    assert not desk.core.state.holds
+    desk.lost("rollout-1")
+    assert set(desk.core.state.holds) == {"dispatch", "repack", "sample", "refresh"}
+    assert not desk.ask("continue").error
+    assert not desk.core.state.holds
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("break repak", "did you mean repack?"),
+        ("break repack if moves > 2", "write `break repack when FIELD == VALUE"),
+        ("break repack when", "write `break repack when FIELD == VALUE"),
+        ("break repack when moves", "'moves' is no condition"),
+        ("break repack when moves > many", "moves is a number, 'many' is not"),
+        ("break repack when size > 2", "repack has no field 'size'; there are: replica"),
+        ("break sample when group == g77777", "g1.77777"),
+        ("clear 4", "there is no breakpoint 4; there are: none"),
+        ("clear one", "is no breakpoint"),
+    ],
+)
+def test_a_breakpoint_that_cannot_be_is_refused_with_what_to_write(line, error):
+    desk = Desk(1)
+    before = desk.seq
+    answer = desk.ask(line)
+    if answer.error:
+        assert error in answer.error
+        assert desk.seq == before
+    else:
+        assert error in answer.lines[0], "it may come to be"
+
+
+def test_cleared_breakpoints_are_gone():
+    desk = Desk(1)
+    for line in ("break sample", "break repack", "clear 1"):
+        desk.ask(line)
+    assert list(desk.core.state.breakpoints) == [2]
+    desk.ask("clear all")
+    assert not desk.core.state.breakpoints
+
+
+# ---- changes -----------------------------------------------------------------------------------------------
+
+
+def test_settings_are_changed_by_the_keys_of_the_configuration():
+    desk = Desk(1, repack_interval_s=1.0)
+    answer = desk.ask("set buffer.max_groups=40 repack.policy=parts buffer.max_staleness=3")
+    assert answer.lines[0] == "buffer.max_groups: 6 → 40"
+    settings = desk.core.settings
+    assert (settings.buffer_groups_max, settings.repack_policy, settings.max_staleness) == (40, "parts", 3)
+    desk.ask("set buffer.max_staleness=-1")
+    desk.ask("set repack.enabled=false")
+    assert (desk.core.settings.max_staleness, desk.core.settings.repack_interval_s) == (None, 0.0)
+    (row,) = desk.rows("settings max_groups")
+    assert (row["value"], row["note"]) == (40, "changed by an operator")
+
+
+def test_every_key_that_can_be_changed_is_a_key_of_the_configuration():
+    config = Config()
+    for key in (*KEYS, *OF_REPLICAS):
+        section, name = key.split(".")
+        assert hasattr(getattr(config, section), name), key
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("set buffer.max_group=3", "did you mean buffer.max_groups?"),
+        ("set trainer.lr=1", "trainer.lr cannot be changed while a run goes on"),
+        ("set buffer.max_groups=many", "buffer.max_groups = 'many': expected `int`, got `str`"),
+        ("set buffer.max_groups=1", "a batch of batch_groups = 2 would never fill"),
+        ("set repack.policy=some", "repack.policy = 'some'"),
+        ("set repack", "is no KEY=VALUE"),
+        ("set repack.enabled=true", "write repack.interval_s=5"),
+        ("set buffer.max_groups=9 r0", "can be set of one replica"),
+        ("set rollout.max_concurrent=4 buffer.max_groups=9", "are two commands"),
+        ("set rollout.max_concurrent=900 r0", "was started for 64 at once"),
+        ("set rollout.max_concurrent=x", "a whole number is expected"),
+        ("set rollout.flush_interval_s=900", "at most 60 s"),
+        ("drain r0", "it is the last replica that admits groups"),
+        ("stop after", "write `stop`, `stop after 12` or `stop never`"),
+        ("stop after 9", "the run ends with step 3 anyway"),
+        ("stop never", "the run was not to stop"),
+        ("checkpoint", "there is nothing to save"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_before_it_is_an_event(line, error):
+    desk = Desk(1)
+    before = desk.seq
+    assert error in desk.error(line)
+    assert desk.seq == before
+
+
+def test_replicas_are_changed_one_by_one_or_all():
+    desk = Desk(2)
+    desk.ask("set rollout.max_concurrent=8 r1")
+    assert [replica.num_requests_max for replica in desk.core.state.replicas.values()] == [64, 8]
+    desk.ask("set rollout.flush_interval_s=1")
+    assert {action.flush_interval_s for action in desk.all(actions.ReconfigureReplica)} == {1.0}
+    assert desk.ask("settings flush").tables[-1].rows == [["rollout-1", None, 8], ["every replica", 1.0, None]]
+
+
+def test_a_drain_a_checkpoint_and_an_end_are_events_of_the_core():
+    desk = Desk(2)
+    desk.ask("drain r1")
+    assert desk.core.state.replicas[WorkerId("rollout-1")].draining
+    desk.fill("rollout-0")
+    assert "after step 1, which is running" in desk.ask("checkpoint").lines[0]
+    desk.ask("stop after 2")
+    assert desk.core.state.stop_after == 2
+    desk.step_done()
+    assert [action.step for action in desk.all(actions.SaveCheckpoint)] == [1]
+    desk.ask("stop")
+    assert desk.core.state.stopping == "stopped by an operator"

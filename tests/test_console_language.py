@@ -43,7 +43,7 @@ def test_too_few_or_many_words_are_answered_by_the_usage():
 
 def test_a_command_of_another_kind_of_run_says_what_to_do_here():
     assert "a live run" in error_of("step", "live")
-    assert "pause dispatch" in error_of("step", "live")
+    assert "`break` make it wait" in error_of("step", "live")
 
 
 def test_a_recorded_run_refuses_to_be_changed():

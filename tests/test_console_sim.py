@@ -47,7 +47,7 @@ def test_a_run_stops_where_it_was_told_to(small: sim.Simulated) -> None:
 
 
 def test_a_held_repack_is_read_edited_and_continued(small: sim.Simulated) -> None:
-    ask(small, "pause repack")
+    ask(small, "hold repack")
     answer = ask(small, "run")
     place = small.look().place
     assert place.held
@@ -107,7 +107,7 @@ def test_a_run_that_is_held_stops_when_it_gets_nowhere(small: sim.Simulated) -> 
 
 
 def test_a_place_is_gone_to_whatever_is_held_on_the_way(small: sim.Simulated) -> None:
-    ask(small, "pause repack")
+    ask(small, "hold repack")
     ask(small, "goto time 80")
     assert small.look().place.time_s >= 80
     assert small.look().place.held

@@ -116,7 +116,11 @@ async def test_a_line_that_is_no_command_is_answered_not_raised(
     client: TestClient[web.Request, web.Application], world: World
 ) -> None:
     seq = world.core.state.seq
-    for line, error in (("fleeet", "did you mean fleet?"), ("x" * 5000, "at most 4096"), ("step", "pause dispatch")):
+    for line, error in (
+        ("fleeet", "did you mean fleet?"),
+        ("x" * 5000, "at most 4096"),
+        ("step", "make it wait for you"),
+    ):
         _, reply = await _reply(client, json.dumps({"line": line}).encode())
         assert error in reply["answer"]["error"]
     assert world.core.state.seq == seq

@@ -13,6 +13,7 @@ from laminar.controller.plan import (
     Process,
     describe,
     going_on_from,
+    one_more,
     plan,
     pythons_of,
     url_of,
@@ -261,3 +262,31 @@ def test_the_plan_can_be_read_and_typed() -> None:
     words = shlex.split(lines[-1])
     assert [word for word in words if "=" not in word or word.startswith("-")] == processes[-1].command
     assert all(len(line.split()) == 4 for line in lines[::2])
+
+
+# ---- one more replica ----------------------------------------------------------------------------------------
+
+
+def test_one_more_replica_gets_a_name_of_its_own_on_the_first_host_with_room() -> None:
+    text = "localhost trainer\nlocalhost rollout replicas=2\n"
+    process = one_more(CONFIG, hosts.parse(text, "hosts.txt"), URL, planned(text))
+    assert (process.name, process.address, option(process, "--name")) == ("rollout-2", "localhost", "rollout-2")
+    assert option(process, "--max-concurrent") == "48"
+
+
+def test_one_more_replica_gets_gpus_that_no_other_has() -> None:
+    text = "trainer0 trainer gpus=2\nnode1 rollout gpus=4 tp=2\nnode2 rollout gpus=4 tp=2 replicas=1\n"
+    machines = hosts.parse(text, "hosts.txt")
+    process = one_more(CONFIG, machines, URL, planned(text))
+    assert (process.address, process.environment["CUDA_VISIBLE_DEVICES"]) == ("node2", "2,3")
+    assert process.ssh
+    with pytest.raises(ConfigError, match="every rollout host has no room"):
+        one_more(CONFIG, machines, URL, [*planned(text), process])
+    left = [process for process in planned(text) if process.name != "rollout-0"]
+    assert one_more(CONFIG, machines, URL, left, "node1").environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_one_more_replica_on_a_host_that_is_none_of_the_run_is_refused() -> None:
+    text = "localhost trainer\nlocalhost rollout\n"
+    with pytest.raises(ConfigError, match="node7 is no rollout host of this run; there are: localhost"):
+        one_more(CONFIG, hosts.parse(text, "hosts.txt"), URL, planned(text), "node7")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from laminar.console.answers import Answer, Cell, Table, table
+from laminar.console.commands.change import KEYS, OF_REPLICAS
 from laminar.console.commands.held import PASSES
 from laminar.console.language import RUNS, Command, Language, UsageError
 from laminar.console.view import Target
@@ -51,6 +52,8 @@ def completions(
 def _arguments(language: Language, command: Command, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
     if command.takes == "pass":
         return PASSES
+    if command.takes == "setting":
+        return [f"{key}=" for key in (*KEYS, *OF_REPLICAS)]
     if command.takes == "command":
         return list(language.commands)
     return names.get(command.takes) or command.takes.split()

@@ -68,6 +68,7 @@ def names(view: View) -> dict[str, list[str]]:
         "group": groups,
         "trajectory": trajectories,
         "version": versions,
+        "breakpoint": [*map(str, state.breakpoints), "all"],
         "held": [str(number) for number in state.held],
         "subject": [*replicas, *relays, *versions, *steps, *groups],
     }

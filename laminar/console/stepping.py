@@ -4,6 +4,7 @@ Track (a simulated world, a recording) ──advance──► the next event ─
 """
 
 import math
+import shlex
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from laminar.console.view import Target, View
 from laminar.core.engine import Core
 
 STANDSTILL_S = 600.0  # longer than a train step of a simulated run, which moves nothing before its end
+FORECAST_S = 600.0  # of a what-if, if nothing is said: a few train steps of the presets
 ROWS = 12  # of what happened on the way
 USAGE = "until step N | until time S | until event N | for S seconds | for N events | for N steps"
 
@@ -209,6 +211,14 @@ def _until(view: View, words: list[str]) -> Until:
         case ["for", number] | ["for", number, "seconds" | "s"]:
             return Until(at=view.now + _seconds(number))
     raise UsageError(f"{' '.join(words)!r} is no place to stop; write {USAGE}")
+
+
+def split_off_until(view: View, words: list[str]) -> tuple[str, Until]:
+    """`COMMAND … [for …]`: the command as a line, and where to stop; without a word on that in `FORECAST_S`. Raises UsageError."""
+    if "for" not in words:
+        return shlex.join(words), Until(at=view.now + FORECAST_S)
+    place = len(words) - 1 - words[::-1].index("for")
+    return shlex.join(words[:place]), _until(view, words[place:])
 
 
 def _place(view: View, words: list[str]) -> Until:

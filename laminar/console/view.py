@@ -5,7 +5,6 @@ from typing import Literal
 from laminar.core.engine import Core
 from laminar.core.records import State
 from laminar.core.settings import Settings
-from laminar.core.turn import Turn
 
 Target = Literal["live", "sim", "log"]
 
@@ -16,7 +15,7 @@ class View:
     def __init__(self, core: Core, *, target: Target, now: float, began: float) -> None:
         """`now`, `began`: run time of this moment and of the run's first event, seconds."""
         self.core, self.target, self.now, self.began = core, target, now, began
-        self.turn = Turn(core.state, core.settings, core.story)
+        self.turn = core.look()
 
     @property
     def state(self) -> State:

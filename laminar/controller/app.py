@@ -21,6 +21,7 @@ from laminar.config import Config
 from laminar.controller import answers, metricsfile, otel, recovery
 from laminar.controller.archive import Archive
 from laminar.controller.channels import Channels
+from laminar.controller.console import functions
 from laminar.controller.coresettings import settings_of
 from laminar.controller.crew import Crew
 from laminar.controller.display import display_of
@@ -33,7 +34,6 @@ from laminar.controller.prometheus import Prometheus
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import RunDirectory, last_port, last_token, write_token, write_url
 from laminar.controller.runtime import Runtime
-from laminar.controller.samplerchange import SamplerChange
 from laminar.controller.segments import Past
 from laminar.controller.server import Server
 from laminar.controller.status import status_of
@@ -229,7 +229,7 @@ class Application:
         self._server.on_broken = lambda c: self._runtime.post(lost(worker=c.worker, incarnation=c.incarnation))
         self._server.on_returned = lambda c: self._runtime.post(back(worker=c.worker, incarnation=c.incarnation))
         self._server.token_rows = self._tokens.rows
-        commands = {"sampler": SamplerChange(self._runtime, self._effects.samplers, self._alarm).choose}
+        commands = functions(self._runtime, self._effects.samplers, self._crew, self._alarm)
         stalled = self._watches.why_stalled.report
         operator = Operator(self._runtime, self._channels, status=self._status, why_stalled=stalled, commands=commands)
         prometheus = Prometheus(self._run.name, self._runtime, self._telemetry, self._log)

@@ -4,14 +4,17 @@ Invariants: a line is looked at and answered in one go, between two events, and 
 the log like all others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from laminar.console.answers import Answer
 from laminar.console.commands import COMMANDS
 from laminar.console.language import Function, Language
 from laminar.console.place import Reply, reply
 from laminar.console.view import View
+from laminar.controller.crew import Crew
 from laminar.controller.runtime import Runtime
+from laminar.controller.samplerchange import SamplerChange
+from laminar.samplers import Samplers
 
 LINE_CHARACTERS_MAX = 4096  # more than anybody types, and no work to refuse
 
@@ -38,3 +41,21 @@ class Console:
 
     def _view(self) -> View:
         return View(self._runtime.core, target="live", now=self._runtime.now(), began=self._began)
+
+
+def functions(
+    runtime: Runtime, samplers: Samplers, crew: Crew, alarm: Callable[[str, str], None]
+) -> dict[str, Function]:
+    """The commands that need more than the core."""
+    return {"sampler": SamplerChange(runtime, samplers, alarm).choose, "join": joining(crew)}
+
+
+def joining(crew: Crew) -> Function:
+    """The command `join`: the crew starts one more replica."""
+
+    def join(view: View, words: list[str]) -> Answer:
+        process = crew.join(words[0] if words else "")
+        what = f"{process.name} is being started on {process.address}; it joins, pulls the newest weights and generates"
+        return Answer(lines=[f"{what}: `replica {process.name}`; its log is logs/{process.name}.log"])
+
+    return join

@@ -17,7 +17,7 @@ from laminar.config import Config
 from laminar.controller.channels import Channels
 from laminar.controller.intake import indent
 from laminar.controller.launch import Launcher, root_cause
-from laminar.controller.plan import RENDEZVOUS_PORT, Process, going_on_from, plan
+from laminar.controller.plan import RENDEZVOUS_PORT, Process, going_on_from, one_more, plan
 from laminar.controller.rundir import RunDirectory
 from laminar.controller.runtime import Runtime
 from laminar.core import events, outage
@@ -53,6 +53,8 @@ class Crew:
         survive_s = config.controller.heartbeat_timeout_s + orphan_timeout_s
         self.launcher = Launcher(run.logs, token, self._on_exit, environment, survive_s, channels.boot)
         self.processes: dict[str, Process] = {}
+        self._guests: dict[str, None] = {}
+        """Those that an operator started: the run does not depend on their joining."""
 
     # ---- start ---------------------------------------------------------------------------------------------
 
@@ -86,6 +88,29 @@ class Crew:
             return RENDEZVOUS_PORT
         with socket.create_server((first, 0)) as probe:
             return int(probe.getsockname()[1])
+
+    def join(self, address: str) -> Process:
+        """Begin to start one more replica, on the host at `address` or on the first with room. Raises ConfigError."""
+        known = [
+            p if self._keeps_its_gpus(p) else msgspec.structs.replace(p, environment={})
+            for p in self.processes.values()
+        ]
+        process = one_more(self._config, self._hosts, self.launcher.url, known, address, self._found)
+        self.processes[process.name] = process
+        self._guests[process.name] = None
+        self._runtime.own(self._start_guest(process), f"start-{process.name}")
+        return process
+
+    def _keeps_its_gpus(self, process: Process) -> bool:
+        """Whether it lives, or is to be started again."""
+        restart = self._runtime.core.state.restarts.get(WorkerId(process.name))
+        return process.name in self.launcher.alive or (restart is not None and bool(restart.due_at or restart.starting))
+
+    async def _start_guest(self, process: Process) -> None:
+        try:
+            await self.launcher.start(process)
+        except StartError as error:
+            self._say(f"alarm: join-failed: {error}")
 
     # ---- again ---------------------------------------------------------------------------------------------
 
@@ -123,7 +148,8 @@ class Crew:
 
     def check_started(self) -> None:
         """The time to start is over: the run fails if a process has not joined with all its workers."""
-        missing = [name for name, p in self.processes.items() if _count(self._joined, name) < p.num_workers]
+        expected = {name: p for name, p in self.processes.items() if name not in self._guests}
+        missing = [name for name, p in expected.items() if _count(self._joined, name) < p.num_workers]
         if missing:
             lines = self.launcher.last_lines(missing[0])
             within = f"within {self._config.controller.start_timeout_s:g} s"
@@ -142,6 +168,9 @@ class Crew:
         rank, last_lines = root_cause(last_lines)
         ending += f" because rank {rank}" if rank else ""
         reason = f"{ending}; its last lines:\n{indent(last_lines)}" if last_lines else f"{ending} without a word"
+        if name in self._guests and name not in self._joined:
+            self._say(f"alarm: join-failed: {name} {reason}")
+            return
         for channel in workers:
             self._lost(channel.worker, channel.incarnation, reason)
         if not workers:

@@ -6,7 +6,7 @@ A process of another host has two commands: that of the ssh client here, which s
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from laminar.wire import HOST_VARIABLE
 
 RENDEZVOUS_PORT = 29500
 """Where the nodes of a trainer on several hosts meet, on the first of them; torchrun's own default."""
+GPUS = "CUDA_VISIBLE_DEVICES"
 SUPERVISOR = "laminar.workers.remote.supervise"
 LOCAL_ADDRESS = "--local-addr=127.0.0.1"  # or torchrun waits for ever on a host whose own name does not resolve
 
@@ -84,6 +85,39 @@ def plan(
     for process in processes:
         process.environment.update(_of_host(process, hosts, found))
     return [_with_ssh(process, config) for process in processes]
+
+
+def one_more(
+    config: Config,
+    hosts: list[Host],
+    url: str,
+    running: Sequence[Process],
+    address: str = "",
+    found: Mapping[str, Answer] | None = None,
+) -> Process:
+    """One more replica, on the first rollout host that has room for it, or on the one at `address`.
+
+    `running`: the run's processes so far; the new one has a name that none of them has. Raises ConfigError if there is no room.
+    """
+    known = [host for host in _role(hosts, "rollout") if address in ("", host.address)]
+    if not known:
+        there = ", ".join(host.address for host in _role(hosts, "rollout"))
+        raise ConfigError(f"{address} is no rollout host of this run; there are: {there}")
+    taken = [(process.address, process.environment.get(GPUS)) for process in running]
+    numbers = [int(process.name.rpartition("-")[2]) for process in running if process.role == "rollout"]
+    for host in known:
+        for index in range(host.gpus // host.tp if host.gpus else 1):
+            gpus = _gpus(host, index, hosts)
+            if host.url or (gpus and (host.address, gpus[GPUS]) in taken):
+                continue
+            process = _rollout(host, max(numbers, default=-1) + 1, url, config)
+            process.environment.update(gpus)
+            process.environment.update(_of_host(process, hosts, found or {}))
+            return _with_ssh(process, config)
+    where = address or "every rollout host"
+    raise ConfigError(
+        f"{where} has no room: all its GPUs, or its servers, are in use; drain a replica, or name another host"
+    )
 
 
 def _of_host(process: Process, hosts: list[Host], found: Mapping[str, Answer]) -> dict[str, str]:
@@ -175,7 +209,7 @@ def _gpus(host: Host, index: int, hosts: list[Host]) -> dict[str, str]:
     if not host.gpus:
         return {}
     first = sum(other.gpus for other in _role(hosts, "trainer") if other.address == host.address) + index * host.tp
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + number) for number in range(host.tp))}
+    return {GPUS: ",".join(str(first + number) for number in range(host.tp))}
 
 
 def _environment() -> dict[str, str]:

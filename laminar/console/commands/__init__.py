@@ -1,6 +1,6 @@
 """The commands of the language: functions `(view, words) -> Answer | Change`, pure, over the core's state, story and reasons."""
 
-from laminar.console.commands import ask, console, fleet, groups, held, run, steps, stories
+from laminar.console.commands import ask, breaks, change, console, fleet, groups, held, run, steps, stories
 from laminar.console.language import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -9,7 +9,9 @@ COMMANDS: tuple[Command, ...] = (
     *groups.COMMANDS,
     *stories.COMMANDS,
     *ask.COMMANDS,
+    *breaks.COMMANDS,
     *held.COMMANDS,
     *steps.COMMANDS,
+    *change.COMMANDS,
     *console.COMMANDS,
 )

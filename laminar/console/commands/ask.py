@@ -6,7 +6,9 @@ from laminar.console.commands import held
 from laminar.console.language import Command
 from laminar.console.subjects import UnknownSubject
 from laminar.console.view import View
-from laminar.core import explain, preview, waits
+from laminar.core import explain, holds, preview, waits
+from laminar.core.decisions import in_words
+from laminar.core.operator_records import HeldDecision
 from laminar.core.waits import Wait
 
 WAITS_SHOWN = 100  # in a large fleet most replicas wait for the same
@@ -73,7 +75,10 @@ def ahead(view: View, words: list[str]) -> Answer:
 
 
 def plan(view: View, words: list[str]) -> Answer:
-    """What a repack check would decide now, candidate by candidate."""
+    """The repack that is held, as its check saw things; else what a check would decide now, candidate by candidate."""
+    waiting = holds.shown(view.state, "repack")
+    if waiting is not None and words != ["now"]:
+        return _held_plan(view, waiting)
     found = preview.plan(view.turn)
     moves = [
         f"{choice.move.source} → {choice.move.destination} ({choice.move.num_requests})" for choice in found.choices
@@ -87,6 +92,25 @@ def plan(view: View, words: list[str]) -> Answer:
     }
     tables = [_candidates(found), *_others(found)]
     return Answer(headline=headline, facts=facts, tables=tables, lines=held.lines(view))
+
+
+def _held_plan(view: View, waiting: HeldDecision) -> Answer:
+    """Every replica with the reason that the check gave, and the moves, as they have been edited since."""
+    record = view.state.repack
+    rows: list[list[Cell]] = [
+        [r.id, str(r.version or "–"), r.num_generating, r.kv_tokens, record.moved_reasons.get(r.id, "it was not there")]
+        for r in view.state.replicas.values()
+    ]
+    facts: dict[str, Cell] = {"policy": view.settings.repack_policy, "held_s": view.since_s(waiting.held_at)}
+    tables = [
+        table("as the check saw them", "replica version requests kv_tokens why", rows),
+        held.detail(view, waiting.decision),
+    ]
+    lines = [held.then(waiting.id), "`plan now`: what a check would decide now"]
+    if record.moved_at > waiting.held_at:
+        lines.insert(0, "a later check has planned moves too; the reasons are of that one")
+    headline = f"decision {waiting.id} is held: {in_words(waiting.decision)}"
+    return Answer(headline=headline, facts=facts, tables=tables, lines=lines)
 
 
 def _candidates(found: preview.Preview) -> Table:
@@ -158,10 +182,15 @@ COMMANDS = (
     Command(
         name="plan",
         part="Ask",
-        usage="plan",
-        summary="what repack would do now, candidate by candidate",
+        usage="plan [now]",
+        summary="the repack that is held, or what one would do now, candidate by candidate",
         function=plan,
-        examples=(("plan", "KV use now and at the last check, B, roles, and each destination that was not chosen"),),
+        arguments=(0, 1),
+        takes="now",
+        examples=(
+            ("plan", "KV use now and at the last check, B, roles, and each destination that was not chosen"),
+            ("plan now", "the same while a repack is held"),
+        ),
         details="`B` is the largest decode batch that is still memory-bound; `tokens before` the KV use at the last check: a "
         "replica whose use still grows is no candidate; `tokens max` is C_max.",
     ),

@@ -9,7 +9,7 @@ from laminar.console.answers import Answer, Cell, Change, Table, table
 from laminar.console.language import Command, UsageError
 from laminar.console.subjects import listed, nearest
 from laminar.console.view import View
-from laminar.core import bounds, events
+from laminar.core import bounds, events, holds
 from laminar.core.decisions import (
     AnyDecision,
     DispatchNew,
@@ -18,42 +18,22 @@ from laminar.core.decisions import (
     Repack,
     TakeBatch,
     Transfer,
+    in_words,
 )
-from laminar.core.operator_records import HeldDecision
+from laminar.core.operator_records import HeldDecision, Mode
+from laminar.core.passes import PASSES as CORE_PASSES
+from laminar.core.records import State
 from laminar.ids import format_id
 
-PASSES = ("dispatch", "repack", "sample", "refresh")
-GROUPS_NAMED = 6  # of a batch, in a sentence
-
-
-# ---- in words ----------------------------------------------------------------------------------------------
-
-
-def described(decision: AnyDecision) -> str:
-    """A decision in a sentence."""
-    match decision:
-        case DispatchNew():
-            return f"begin a new group on {decision.worker}"
-        case DispatchQueued():
-            how = "start again" if decision.restart else "go on"
-            return f"{len(decision.trajectories)} queued siblings of g{format_id(decision.group)} {how} on {decision.worker}"
-        case RefreshReplica():
-            return f"{decision.worker} pulls {decision.version} from its {decision.source}"
-        case Repack():
-            moves = ", ".join(f"{t.source} → {t.destination} ({len(t.trajectories)})" for t in decision.transfers)
-            return f"move {sum(len(t.trajectories) for t in decision.transfers)} trajectories: {moves}"
-        case TakeBatch():
-            names = [f"g{format_id(group)}" for group in decision.groups]
-            more = f" and {len(names) - GROUPS_NAMED} more" if len(names) > GROUPS_NAMED else ""
-            return f"step {decision.step} trains {len(names)} groups: {', '.join(names[:GROUPS_NAMED])}{more}"
+PASSES = tuple(CORE_PASSES)
 
 
 def lines(view: View) -> list[str]:
     """What is held and paused now, in sentences."""
-    held = view.state.held.values()
-    waiting = {h.pass_name for h in held}
-    found = [f"held: decision {h.id} of {h.pass_name}: {described(h.decision)}" for h in held]
-    return found + [f"paused: {name}; nothing to decide yet" for name in view.state.holds if name not in waiting]
+    state = view.state
+    found = [f"held: decision {h.id} of {h.pass_name}: {in_words(h.decision)}" for h in state.held.values()]
+    waiting = {h.pass_name for h in state.held.values()}
+    return found + [holds.why(state, name) for name in state.holds if name not in waiting]
 
 
 def show_held(view: View, words: list[str]) -> Answer:
@@ -61,15 +41,15 @@ def show_held(view: View, words: list[str]) -> Answer:
     if words:
         held = _held(view, words[0])
         facts = _facts(view, held)
-        return Answer(facts=facts, tables=[_detail(view, held.decision)], lines=[_then(held.id)])
+        return Answer(facts=facts, tables=[detail(view, held.decision)], lines=[then(held.id)])
     rows: list[list[Cell]] = [
-        [h.id, h.pass_name, view.since_s(h.held_at), described(h.decision)] for h in view.state.held.values()
+        [h.id, h.pass_name, view.since_s(h.held_at), in_words(h.decision)] for h in view.state.held.values()
     ]
     if not rows:
         return Answer(
             lines=lines(view) or ["nothing is held; `pause repack` or `break repack` holds its next decision"]
         )
-    return Answer(tables=[table("", "decision pass held_s what", rows)], lines=[_then(_first(view))])
+    return Answer(tables=[table("", "decision pass held_s what", rows)], lines=[then(_first(view))])
 
 
 def _first(view: View) -> int:
@@ -77,7 +57,8 @@ def _first(view: View) -> int:
     return next(iter(view.state.held))
 
 
-def _then(number: int) -> str:
+def then(number: int) -> str:
+    """What can be done with a held decision."""
     return f"`approve {number}` applies it, `edit {number} …` changes it, `skip {number}` does nothing until the next event"
 
 
@@ -86,11 +67,12 @@ def _facts(view: View, held: HeldDecision) -> dict[str, Cell]:
         "decision": held.id,
         "pass": held.pass_name,
         "held_s": view.since_s(held.held_at),
-        "what": described(held.decision),
+        "what": in_words(held.decision),
     }
 
 
-def _detail(view: View, decision: AnyDecision) -> Table:
+def detail(view: View, decision: AnyDecision) -> Table:
+    """All that is in a decision."""
     match decision:
         case Repack():
             rows: list[list[Cell]] = [
@@ -100,7 +82,7 @@ def _detail(view: View, decision: AnyDecision) -> Table:
         case TakeBatch():
             return table("batch", "group version behind age_s", [_batch_row(view, group) for group in decision.groups])
         case _:
-            return table("", "what", [[described(decision)]])
+            return table("", "what", [[in_words(decision)]])
 
 
 def _tokens(view: View, transfer: Transfer) -> int:
@@ -140,7 +122,7 @@ def _chosen(view: View, words: list[str]) -> list[HeldDecision]:
         return held
     there = "; ".join(f"{h.id} ({h.pass_name})" for h in held)
     raise UsageError(
-        f"which? held are {there}; or say `all`" if held else "nothing is held; `pause` or `break` holds a pass"
+        f"which? held are {there}; or say `all`" if held else "nothing is held; `hold` or `break` holds a pass"
     )
 
 
@@ -154,24 +136,62 @@ def _pass(word: str) -> str:
 # ---- commands that change ----------------------------------------------------------------------------------
 
 
+def hold(view: View, words: list[str]) -> Change:
+    """Hold passes: what they decide next is shown, and waits for a word."""
+    names = _passes(words)
+    then = "the next decision is held instead of applied; `held` shows it, `continue` applies it and holds the next"
+    return _held_so(names, "step", f"{', '.join(names)}: {then}, `resume` lets go")
+
+
 def pause(view: View, words: list[str]) -> Change:
-    """Hold passes: what they decide next waits for a word."""
-    names = PASSES if words == ["all"] else tuple(map(_pass, words))
-    changes: list[events.AnyEvent] = [events.HoldChanged(pass_name=name, held=True) for name in names]
-    what = f"{', '.join(names)}: the next decision is held instead of applied"
-    return Change(events=changes, lines=[f"{what}; `held` shows it, `resume {names[0]}` lets it go"])
+    """Pause passes: they decide nothing."""
+    names = _passes(words)
+    return _held_so(names, "pause", f"{', '.join(names)}: nothing is decided until `resume {' '.join(words)}`")
+
+
+def _held_so(names: tuple[str, ...], mode: Mode, line: str) -> Change:
+    return Change(events=[events.HoldChanged(pass_name=name, held=True, mode=mode) for name in names], lines=[line])
+
+
+def _passes(words: list[str]) -> tuple[str, ...]:
+    return PASSES if words == ["all"] else tuple(map(_pass, words))
 
 
 def resume(view: View, words: list[str]) -> Change:
-    """Let passes go again; what they had decided is decided anew."""
-    paused = list(view.state.holds)
-    names = [_pass(word) for word in words if word != "all"] or paused
+    """Let passes go."""
+    held = list(view.state.holds)
+    names = [_pass(word) for word in words if word != "all"] or held
     if not names:
-        raise UsageError("nothing is paused")
-    if idle := [name for name in names if name not in paused]:
-        raise UsageError(f"{' and '.join(idle)} is not paused; paused are: {listed(paused)}")
+        raise UsageError("nothing is held or paused")
+    if free := [name for name in names if name not in held]:
+        raise UsageError(f"{' and '.join(free)} is not held; held are: {listed(held)}")
     changes: list[events.AnyEvent] = [events.HoldChanged(pass_name=name, held=False) for name in names]
-    return Change(events=changes, lines=[f"{', '.join(names)}: decisions are applied again, those held are taken anew"])
+    then = "decisions are applied again; what hit a breakpoint is applied now, what else was held is decided anew"
+    return Change(events=changes, lines=[f"{', '.join(names)}: {then}"])
+
+
+def go_on(view: View, words: list[str]) -> Change:
+    """Let go what a breakpoint holds; of what an operator holds, apply the decision that is shown."""
+    if words:
+        raise UsageError("a live run goes on by itself, not to a place: write `continue`")
+    changes = continuing(view.state)
+    if not changes:
+        paused = [name for name, hold in view.state.holds.items() if hold.mode == "pause"]
+        then = f"`resume` lets {listed(paused)} go" if paused else "it goes on"
+        raise UsageError(f"nothing waits at a breakpoint or at `hold`: {then}")
+    return Change(events=changes, lines=[f"applied: {in_words(h.decision)}" for h in view.state.held.values()])
+
+
+def continuing(state: State) -> list[events.AnyEvent]:
+    """The words that let a run go on from where it is held."""
+    changes: list[events.AnyEvent] = []
+    for name, hold in state.holds.items():
+        shown = holds.shown(state, name)
+        if hold.breakpoint:
+            changes.append(events.HoldChanged(pass_name=name, held=False))
+        elif shown is not None:
+            changes.append(events.DecisionResolved(decision=shown.id, verdict="apply"))
+    return changes
 
 
 def approve(view: View, words: list[str]) -> Change:
@@ -187,8 +207,8 @@ def skip(view: View, words: list[str]) -> Change:
 def _resolve(view: View, words: list[str], verdict: str) -> Change:
     chosen = _chosen(view, words)
     changes: list[events.AnyEvent] = [events.DecisionResolved(decision=held.id, verdict=verdict) for held in chosen]
-    done = "applied" if verdict == "apply" else "skipped until the next event"
-    return Change(events=changes, lines=[f"decision {h.id} is {done}: {described(h.decision)}" for h in chosen])
+    done = "approved" if verdict == "apply" else "skipped until the next event"
+    return Change(events=changes, lines=[f"{done}: decision {h.id}, {in_words(h.decision)}" for h in chosen])
 
 
 # ---- editing -----------------------------------------------------------------------------------------------
@@ -205,7 +225,7 @@ def edit(view: View, words: list[str]) -> Change:
         )
     replacement = verbs[verb](view, held.decision, names)
     change = events.DecisionEdited(decision=held.id, replacement=replacement)
-    return Change(events=[change], lines=[f"decision {held.id} is now: {described(replacement)}", _then(held.id)])
+    return Change(events=[change], lines=[f"decision {held.id} is now: {in_words(replacement)}", then(held.id)])
 
 
 def _drop(view: View, decision: Repack, names: list[str]) -> Repack:
@@ -287,25 +307,38 @@ _EDITS: dict[type[AnyDecision], dict[str, Edit]] = {
 
 COMMANDS = (
     Command(
+        name="hold",
+        part="Step",
+        usage="hold PASS … | all",
+        summary="show each decision of dispatch, repack, sample or refresh before it is applied",
+        function=hold,
+        arguments=(1, 4),
+        takes="pass",
+        examples=(("hold repack", "no trajectory moves without your word"), ("hold dispatch sample", "two of them")),
+        details="What is under way goes on: what generates is finished, rewarded and buffered, and time limits of workers run.",
+    ),
+    Command(
         name="pause",
         part="Step",
         usage="pause PASS … | all",
-        summary="hold dispatch, repack, sample or refresh: its next decision waits for your word",
+        summary="let dispatch, repack, sample or refresh decide nothing",
         function=pause,
         arguments=(1, 4),
         takes="pass",
-        examples=(("pause repack", "no trajectory moves without your word"), ("pause dispatch sample", "two of them")),
-        details="What is under way goes on: a paused dispatch begins no group, but those that generate are finished and trained.",
+        examples=(
+            ("pause dispatch", "no group begins; those that generate are finished and trained"),
+            ("pause all", ""),
+        ),
     ),
     Command(
         name="resume",
         part="Step",
         usage="resume [PASS …]",
-        summary="let paused passes go again",
+        summary="let passes go that are held or paused",
         function=resume,
         arguments=(0, 4),
         takes="pass",
-        examples=(("resume", "all that are paused"), ("resume repack", "one of them")),
+        examples=(("resume", "all of them"), ("resume repack", "one of them")),
     ),
     Command(
         name="held",

@@ -1,8 +1,9 @@
 """The commands that go along a run that is not live; `laminar.console.stepping` carries them out."""
 
+from laminar.console.commands import held
 from laminar.console.language import Command
 
-LIVE = "it goes on by itself; `pause dispatch`, `pause sample` or `break …` make it wait for you"
+LIVE = "it goes on by itself; `hold`, `pause` or `break` make it wait for you"
 
 COMMANDS = (
     Command(
@@ -61,13 +62,12 @@ COMMANDS = (
         name="continue",
         part="Step",
         usage="continue [as run]",
-        summary="apply what is held, and go on",
+        summary="let go what a breakpoint holds, apply what `hold` shows; not live: and run on",
         arguments=(0, 3),
+        function=held.go_on,
         examples=(
-            ("continue", "to the next held decision, or to the end"),
-            ("continue until step 5", "no further than step 5"),
+            ("continue", "on to the next decision that is held"),
+            ("continue until step 5", "not live: no further than step 5"),
         ),
-        only=("sim", "log"),
-        elsewhere=LIVE,
     ),
 )

@@ -5,23 +5,27 @@ places is the same run. `back` and `whatif` are made of that.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 
-from laminar.console.answers import Answer
-from laminar.console.commands import COMMANDS
-from laminar.console.language import Language
+from laminar.console.answers import Answer, Cell
+from laminar.console.commands import COMMANDS, held
+from laminar.console.language import Function, Language, UsageError
 from laminar.console.place import Reply, reply
-from laminar.console.stepping import Stepper
+from laminar.console.stepping import Stepper, Until, split_off_until
 from laminar.console.subjects import nearest
+from laminar.console.targets import compare
 from laminar.console.view import Target, View
 from laminar.core import events
 from laminar.core.engine import Core
 from laminar.errors import ConfigError, LaminarError
+from laminar.ids import WorkerId
 from laminar.sim import options
 from laminar.sim.scenario import Scenario
 from laminar.sim.world import SimulationError, World
 
 STEPS = 100  # of a run that is stepped by hand, if nothing is said: it should not be over before one has looked around
+NOTHING_DONE = "nothing is changed in the run itself; what an operator holds was let go in both copies"
 IN_VAIN = ("--ablate", "--out", "--jobs", "--optimize-split", "--preset", "--warmup")
 
 
@@ -30,13 +34,15 @@ class SimulatedTrack:
 
     began = 0.0
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, world: World | None = None) -> None:
+        """At its beginning, or wherever `world` is; that cannot be gone back from."""
         self.scenario = scenario
-        self.world = scenario.world()
-        self.world.begin()
+        self.world = world or scenario.world()
+        if world is None:
+            self.world.begin()
         self._seqs = [self.core.state.seq]
         """The last event after each move; the first entry is the beginning."""
-        self._words: dict[int, events.AnyEvent] = {}
+        self._words: dict[int, Callable[[World], None]] = {}
         """Moves that an operator made; in the others the world went on by itself."""
 
     @property
@@ -63,23 +69,39 @@ class SimulatedTrack:
 
     def post(self, event: events.AnyEvent) -> int:
         """An operator's word; its sequence number."""
-        self._words[len(self._seqs)] = event
         seq = self.core.state.seq + 1
-        self.world.send(event)
-        self._seqs.append(self.core.state.seq)
+        self._say(lambda world: world.send(event))
         return seq
 
+    def join(self, worker: WorkerId) -> None:
+        """One more replica."""
+        self._say(lambda world: world.rollouts.join(worker, 1))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an operator has said anything to it."""
+        return bool(self._words)
+
+    def _say(self, word: Callable[[World], None]) -> None:
+        self._words[len(self._seqs)] = word
+        word(self.world)
+        self._seqs.append(self.core.state.seq)
+
     def release(self) -> None:
-        """Apply what is held."""
-        for number in list(self.core.state.held):
-            self.post(events.DecisionResolved(decision=number, verdict="apply"))
+        """Let it go on from where it is held."""
+        for event in held.continuing(self.core.state):
+            self.post(event)
 
     def rewind(self, seq: int) -> None:
         """The last moment at or before event `seq`, or the beginning. What an operator said after it is unsaid."""
         move = max(0, bisect_right(self._seqs, seq) - 1)
         self.world = self.made_again(move)
         del self._seqs[move + 1 :]
-        self._words = {number: event for number, event in self._words.items() if number <= move}
+        self._words = {number: word for number, word in self._words.items() if number <= move}
+
+    def copy(self) -> "SimulatedTrack":
+        """Another one, in the same state: what is done to it is not done to this one."""
+        return SimulatedTrack(self.scenario, self.made_again())
 
     def made_again(self, num_moves: int | None = None) -> World:
         """Another world in the state of this one, or of this one after so many moves."""
@@ -87,7 +109,7 @@ class SimulatedTrack:
         world.begin()
         for move in range(1, len(self._seqs) if num_moves is None else num_moves + 1):
             if move in self._words:
-                world.send(self._words[move])
+                self._words[move](world)
             else:
                 world.happen()
         return world
@@ -101,7 +123,8 @@ class Simulated:
     def __init__(self, scenario: Scenario, title: str) -> None:
         self.title = title
         self._track = SimulatedTrack(scenario)
-        self._language = Language(COMMANDS, Stepper(self._track, self.kind).functions())
+        own: dict[str, Function] = {"join": joining(self._track), "whatif": self._whatif}
+        self._language = Language(COMMANDS, own | dict(Stepper(self._track, self.kind).functions()))
 
     def ask(self, line: str) -> Reply:
         """Raises LaminarError when the simulated run breaks an invariant."""
@@ -112,9 +135,21 @@ class Simulated:
             raise LaminarError(text) from error
         return reply(self._view(), answer)
 
+    def _whatif(self, view: View, words: list[str]) -> Answer:
+        """Carry a change out on a copy, and let it and an unchanged copy go on for as long."""
+        line, until = split_off_until(view, words)
+        present, changed = self._track.copy(), self._track.copy()
+        change = Language(COMMANDS, {"join": joining(changed)}).answer(_view_of(changed), line, changed.post)
+        if change.error:
+            raise UsageError(change.error)
+        if not change.facts and not changed.is_changed:
+            raise UsageError(f"`{line}` changes nothing; `help whatif` has examples")
+        futures = [_future(track, until) for track in (present, changed)]
+        headline = f"if from here on: {line}; on copies of the run, simulated forward"
+        return Answer(headline=headline, tables=[compare.side_by_side(*futures)], lines=[NOTHING_DONE])
+
     def _view(self) -> View:
-        track = self._track
-        return View(track.core, target=self.kind, now=track.now, began=track.began)
+        return _view_of(self._track)
 
     def look(self) -> Reply:
         """Only where the run is."""
@@ -122,6 +157,36 @@ class Simulated:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _view_of(track: SimulatedTrack) -> View:
+    return View(track.core, target="sim", now=track.now, began=track.began)
+
+
+def joining(track: SimulatedTrack) -> Function:
+    """The command `join`: one more replica, on a host of its own kind."""
+
+    def join(view: View, words: list[str]) -> Answer:
+        if words:
+            raise UsageError("a simulated cluster has no hosts to choose from: write `join`")
+        known = [name for name in [*view.state.replicas, *view.state.restarts] if name.startswith("rollout-")]
+        name = WorkerId(f"rollout-{max((int(name.rpartition('-')[2]) for name in known), default=-1) + 1}")
+        track.join(name)
+        return Answer(lines=[f"{name} has joined; it pulls the newest weights and generates: `why {name}`"])
+
+    return join
+
+
+def _future(track: SimulatedTrack, until: Until) -> dict[str, Cell]:
+    """What happens until then, with whatever is held let go."""
+    before = compare.mark(track.world)
+    while not until.is_reached(track.core, track.now):
+        track.release()
+        for name in list(track.core.state.holds):
+            track.post(events.HoldChanged(pass_name=name, held=False))
+        if not track.advance():
+            break
+    return compare.since(track.world, before)
 
 
 def opened(preset: str, arguments: list[str]) -> Simulated:
@@ -132,4 +197,5 @@ def opened(preset: str, arguments: list[str]) -> Simulated:
     if in_vain := [word for word in arguments if word.partition("=")[0] in IN_VAIN]:
         raise ConfigError(f"{in_vain[0]} has no effect here: it is for whole runs, `python -m laminar.sim`")
     chosen = options.scenario(options.parse(["--preset", preset, "--iterations", str(STEPS), *arguments]))
-    return Simulated(replace(chosen, stops=False), preset)
+    steps = chosen.iterations - chosen.warmup
+    return Simulated(replace(chosen, stops=False, warmup=0, iterations=steps), preset)

@@ -13,8 +13,9 @@ from laminar.controller import answers
 from laminar.core import dispatch, engine, fleet, passes
 from laminar.core.decisions import DispatchNew
 from laminar.core.turn import Turn
-from laminar.replay.__main__ import main, told
+from laminar.replay.__main__ import main
 from laminar.replay.recording import Recording
+from laminar.replay.show import told
 from laminar.replay.verify import Verdict, verify
 from tests.core_world import settings
 from tests.replay_world import RecordedWorld

@@ -37,6 +37,7 @@ from laminar.core import (
     versions,
 )
 from laminar.core.actions import AnyAction, StopWorker
+from laminar.core.decisions import AnyDecision
 from laminar.core.records import State
 from laminar.core.resume import restore as restore_data
 from laminar.core.settings import Settings
@@ -57,6 +58,8 @@ class Core:
         if problems := limits.problems(self.settings):
             raise ConfigError("these settings cannot work:\n  " + "\n  ".join(problems))
         self.story = story.Story()
+        self.witness: Callable[[Turn, AnyDecision], None] | None = None
+        """Shown each decision before it is applied, and the turn as it is then, in which it changes nothing."""
 
     @classmethod
     def resumed(cls, settings: Settings, data_state: bytes) -> "Core":
@@ -72,6 +75,7 @@ class Core:
         state.seq = event.seq
         state.at = max(state.at, event.at)
         turn = Turn(state, self.settings, self.story)
+        turn.witness = self.witness
         self.story.begin(event)
         if state.skipped:
             state.skipped = {}

@@ -46,6 +46,8 @@ def run(turn: Turn, name: str) -> bool:
         if hit or name in state.holds:
             _show(turn, name, decision, hit.id if hit else 0)
             return progressed
+        if turn.witness is not None:
+            turn.witness(turn, decision)
         apply(turn, decision)
         progressed = True
     raise AssertionError(f"pass {name} proposed {DECISIONS_MAX} decisions for event {turn.cause}")
@@ -147,6 +149,8 @@ def on_edited(turn: Turn, event: events.DecisionEdited) -> None:
 
 
 def _apply(turn: Turn, held: HeldDecision, decision: AnyDecision) -> None:
+    if turn.witness is not None:
+        turn.witness(turn, decision)
     void = _why_no_replacement(held, decision) or PASSES[held.pass_name][1](turn, decision)
     turn.state.resolution = Resolution(decision=held.id, verdict="apply", void=void)
     turn.tell(f"decision {held.id} is " + (f"void: {void}" if void else "applied"), story.of_pass(held.pass_name))

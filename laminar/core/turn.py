@@ -4,6 +4,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heapreplace
 
 from laminar.core.actions import AnyAction, RaiseAlarm
+from laminar.core.decisions import AnyDecision
 from laminar.core.records import Replica, State
 from laminar.core.settings import Settings
 from laminar.core.story import Story
@@ -17,6 +18,8 @@ class Turn:
         self.state = state
         self.settings = settings
         self.story = story
+        self.witness: Callable[[Turn, AnyDecision], None] | None = None
+        """Shown each decision before it is applied."""
         self.actions: list[AnyAction] = []
         self._candidates: list[tuple[int, int, WorkerId]] | None = None
         """Heap of what the present pass has not ruled out: (load, place among the dirty, replica); None = it has not begun."""

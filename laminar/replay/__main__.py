@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,12 +13,15 @@ from laminar.controller import rundir
 from laminar.errors import LaminarError
 from laminar.replay.playback import Playback
 from laminar.replay.recording import Life, Recording
-from laminar.replay.verify import Verdict, verify
+from laminar.replay.shadow import shadow
+from laminar.replay.show import name_of, plain_shadowing, plain_verdict, shadowed, told
+from laminar.replay.verify import verify
 
 EXIT_SAME, EXIT_DIVERGED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EPILOG = """examples:
   python -m laminar.replay runs/my-run                              (what was recorded)
   python -m laminar.replay runs/my-run --verify
+  python -m laminar.replay runs/my-run --shadow mine.py:Freshest
 
 Exit status: 0 = done, and for --verify: no divergence; 1 = the present code decides otherwise; 2 = the log or the arguments cannot
 be used. Nothing is written to the run, which may be going on. docs/replay.md says what each can and cannot tell.
@@ -37,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         options = _parse(arguments)
         with Recording(options.run or rundir.latest(Path("runs"))) as recording:
             lives = recording.lives if options.boot is None else [recording.life(options.boot)]
-            return _verify(recording, lives, options) if options.verify else _describe(recording, lives, options)
+            return _chosen(options)(recording, lives, options)
     except LaminarError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -46,6 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # … | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
         return EXIT_SAME
+
+
+def _chosen(options: argparse.Namespace) -> Callable[[Recording, list[Life], argparse.Namespace], int]:
+    if options.verify:
+        return _verify
+    return _shadow if options.shadow else _describe
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,7 +72,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="a run's directory or its run.db; default: the latest under runs/",
     )
-    parser.add_argument("--verify", action="store_true", help="compare every decision with that of the present code")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--verify", action="store_true", help="compare every decision with that of the present code")
+    what.add_argument(
+        "--shadow",
+        metavar="REF",
+        help="what another sampler would have chosen at each batch: file.py:Class, pkg.mod:Class, or fifo",
+    )
     parser.add_argument(
         "--boot", type=int, metavar="N", help="only the part of the run that this controller process belongs to"
     )
@@ -84,7 +99,7 @@ def _describe(recording: Recording, lives: list[Life], options: argparse.Namespa
         print(line)
     for life, facts in zip(lives, found, strict=True):
         print(
-            f"\n{_name_of(life)}: {facts['events']} events, {facts['began'].replace('T', ' ')}, {facts['ran_s']:.0f} s"
+            f"\n{name_of(life)}: {facts['events']} events, {facts['began'].replace('T', ' ')}, {facts['ran_s']:.0f} s"
         )
         print("\n".join(f"  {line}" for line in _lines(life, facts)))
     return EXIT_SAME
@@ -121,18 +136,13 @@ def _lines(life: Life, facts: dict[str, Any]) -> Iterator[str]:
         yield facts["left_out"]
 
 
-def _name_of(life: Life) -> str:
-    first, last = life.span
-    return f"boot {first}" if first == last else f"boots {first} to {last}"
-
-
-# ---- verify ------------------------------------------------------------------------------------------------
+# ---- verify, shadow ----------------------------------------------------------------------------------------
 
 
 def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
     verdicts = verify(recording, lives)
     if options.json:
-        print(json.dumps({"run": str(recording.path), "lives": [_plain(v) for v in verdicts]}, indent=2))
+        print(json.dumps({"run": str(recording.path), "lives": [plain_verdict(v) for v in verdicts]}, indent=2))
     else:
         print("\n".join(line for line in [recording.left_out, *map(told, verdicts)] if line))
     if any(verdict.divergence for verdict in verdicts):
@@ -140,25 +150,10 @@ def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace
     return EXIT_USAGE if all(verdict.unusable for verdict in verdicts) else EXIT_SAME
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    divergence = verdict.divergence and verdict.divergence._asdict()
-    boots = [boot.number for boot in verdict.life.boots]
-    return {"boots": boots, **{**verdict._asdict(), "life": verdict.life.number, "divergence": divergence}}
-
-
-def told(verdict: Verdict) -> str:
-    """For people."""
-    name = _name_of(verdict.life)
-    if verdict.unusable:
-        return f"{name}: not compared: {verdict.unusable}"
-    compared = f"{verdict.num_answers} answers and {verdict.num_states} whole states compared"
-    lines = [f"{name}: no divergence in {verdict.num_events} events; {compared}"]
-    if found := verdict.divergence:
-        lines = [f"{name}: diverged at event {found.seq} of boot {found.boot} ({found.event}), after {verdict.num_events} events "
-                 f"without a difference; {compared}"]  # fmt: skip
-        lines += [f"  {line}" for line in (*found.what, found.code)]
-        lines.append(f'  look at it: python -m laminar.console --log RUN -c "goto {found.seq - 1}; next"')
-    return "\n".join([*lines, *(f"  {note}" for note in verdict.notes)])
+def _shadow(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
+    found = shadow(recording, lives, options.shadow)
+    print(json.dumps(plain_shadowing(found), indent=2) if options.json else shadowed(found))
+    return EXIT_SAME
 
 
 if __name__ == "__main__":

@@ -239,6 +239,14 @@ class Recording:
         first, last = self.query(query, *life.span)[0]
         return float(first), float(last)
 
+    def events_of(self, life: Life) -> Iterator[events.AnyEvent]:
+        """Those that are in the log, in order, up to damage. Raises RecordingError."""
+        boot, seq = self._first_event(life) or (life.number, 1)
+        place = boot, seq - 1
+        while found := self.after(life, place)[0]:
+            yield from (recorded.event for recorded in found)
+            place = found[-1].boot, found[-1].event.seq
+
     def after(self, life: Life, place: Place) -> tuple[list[Recorded], str]:
         """Some of the events after `place`, and what is wrong with the one that follows them; ([], "") = there are no more yet."""
         known = any(boot.code is not None for boot in life.boots)

@@ -1,0 +1,125 @@
+"""What replays found, for people and as plain data."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from laminar.ids import format_id
+from laminar.replay.recording import Life
+from laminar.replay.shadow import Choice, Shadowing, Statistics
+from laminar.replay.verify import Verdict
+
+CHOICES_SHOWN = 40  # a screen; --json has all
+CANNOT = """\
+Each choice is made from the buffer as the run's real choices left it: this tells how the samplers differ on the same buffers.
+What the run would have become it cannot tell: other batches give other weights, lengths and rewards, and another buffer."""
+
+
+def name_of(life: Life) -> str:
+    """``boot 1``, ``boots 1 to 3``."""
+    first, last = life.span
+    return f"boot {first}" if first == last else f"boots {first} to {last}"
+
+
+# ---- verify ------------------------------------------------------------------------------------------------
+
+
+def plain_verdict(verdict: Verdict) -> dict[str, Any]:
+    """For JSON."""
+    divergence = verdict.divergence and verdict.divergence._asdict()
+    boots = [boot.number for boot in verdict.life.boots]
+    return {"boots": boots, **{**verdict._asdict(), "life": verdict.life.number, "divergence": divergence}}
+
+
+def told(verdict: Verdict) -> str:
+    """For people."""
+    name = name_of(verdict.life)
+    if verdict.unusable:
+        return f"{name}: not compared: {verdict.unusable}"
+    compared = f"{verdict.num_answers} answers and {verdict.num_states} whole states compared"
+    lines = [f"{name}: no divergence in {verdict.num_events} events; {compared}"]
+    if found := verdict.divergence:
+        lines = [f"{name}: diverged at event {found.seq} of boot {found.boot} ({found.event}), after {verdict.num_events} events "
+                 f"without a difference; {compared}"]  # fmt: skip
+        lines += [f"  {line}" for line in (*found.what, found.code)]
+        lines.append(f'  look at it: python -m laminar.console --log RUN -c "goto {found.seq - 1}; next"')
+    return "\n".join([*lines, *(f"  {note}" for note in verdict.notes)])
+
+
+# ---- shadow ------------------------------------------------------------------------------------------------
+
+
+def plain_shadowing(found: Shadowing) -> dict[str, Any]:
+    """For JSON."""
+    choices = [{**choice._asdict(), "agreement": choice.agreement} for choice in found.choices]
+    return {**found._asdict(), "choices": choices, "real": found.real._asdict(), "shadow": found.shadow._asdict()}
+
+
+def shadowed(found: Shadowing) -> str:
+    """For people."""
+    if not found.choices:
+        return "the run took no batch: there is nothing to choose"
+    return "\n".join([*_of_choices(found), "", *_of_statistics(found), "", *_summary(found), "", CANNOT])
+
+
+def _of_choices(found: Shadowing) -> Iterator[str]:
+    yield f"{'step':>6} {'event':>8} {'buffered':>9} {'both chose':>11}  chosen by {found.sampler} only, instead of"
+    left_out = len(found.choices) - CHOICES_SHOWN
+    if left_out > 0:
+        yield f"… {left_out} batches before these (--json has all)"
+    for choice in found.choices[-CHOICES_SHOWN:]:
+        share = f"{choice.agreement:.0%}"
+        yield f"{choice.step:>6} {choice.seq:>8} {choice.num_buffered:>9} {share:>11}  {_instead(choice)}"
+
+
+def _instead(choice: Choice) -> str:
+    if choice.error:
+        return f"failed: {choice.error}"
+    if not choice.shadow:
+        return "would have waited for another group"
+    own = [group for group in choice.shadow if group not in choice.real]
+    real = [group for group in choice.real if group not in choice.shadow]
+    if not own:
+        return "" if choice.real == choice.shadow else "(in another order)"
+    return f"{_names(own)} instead of {_names(real)}"
+
+
+def _names(groups: Sequence[int]) -> str:
+    shown = ", ".join(f"g{format_id(group)}" for group in groups[:3])
+    return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more"
+
+
+def _of_statistics(found: Shadowing) -> Iterator[str]:
+    yield f"{'':32}{'real':>12}{found.sampler[-20:]:>22}"
+    for name, real, other in _rows(found.real, found.shadow):
+        yield f"{name:32}{real:>12}{other:>22}"
+    for staleness in sorted({**found.real.staleness, **found.shadow.staleness}):
+        numbers = found.real.staleness.get(staleness, 0), found.shadow.staleness.get(staleness, 0)
+        yield f"{f'groups of staleness {staleness}':32}{numbers[0]:>12}{numbers[1]:>22}"
+
+
+def _rows(real: Statistics, other: Statistics) -> Iterator[tuple[str, str, str]]:
+    for field, name in {
+        "num_groups": "groups",
+        "staleness_mean": "staleness, mean",
+        "staleness_max": "staleness, largest",
+        "reward_mean": "reward, mean",
+        "reward_spread_mean": "reward spread in a group, mean",
+        "no_advantage_share": "groups without advantage, share",
+        "length_mean": "response tokens, mean",
+        "length_max": "response tokens, most",
+        "age_mean_s": "seconds in the buffer, mean",
+    }.items():
+        yield name, _number(getattr(real, field)), _number(getattr(other, field))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def _summary(found: Shadowing) -> Iterator[str]:
+    yield (
+        f"{len(found.choices)} batches: {found.num_same} the same, {found.agreement:.1%} of a batch chosen by both on average; "
+        f"{found.num_waits} times it would have waited, {found.num_errors} times it failed"
+    )
+    if error := next((choice.error for choice in found.choices if choice.error), ""):
+        yield f"the first failure: it {error}"

@@ -296,6 +296,7 @@ async def test_a_process_whose_host_is_not_reached_for_as_long_as_it_may_live_al
 
 async def test_a_process_whose_supervisor_was_killed_is_lost_at_once(world: World) -> None:
     process = await world.start(SLEEP)
+    await world.ready()  # what it writes later nobody takes, and it would end by that
     world.client_of().children()[0].kill()
     name, code, lines = await world.exit()
     assert (name, code) == ("rollout-0", LOST)

@@ -92,7 +92,7 @@ def test_a_search_finds_the_placement_that_short_runs_to_their_end_would_find():
 def test_going_on_with_the_run_of_a_search_is_running_it_from_scratch():
     found = searched(SMALL)
     alone = simulate(replace(SMALL, split=found.scenario.split))[1]
-    assert comparable(found.finish()) == comparable(alone)
+    assert comparable(found.finish()[1]) == comparable(alone)
 
 
 def test_a_run_shorter_than_a_search_is_placed_all_the_same():

@@ -17,7 +17,6 @@ from laminar.sim.options import PRESETS, parse, scenario
 from laminar.sim.scenario import Scenario, optimized, simulate
 from laminar.sim.world import SimulationError
 
-REPRESENTATIVE = ("32B-128", "72B-1024")  # runs of the grid that are also drawn
 SHOWN = (
     "split", "replicas", "throughput_tokens_per_s", "generation_tokens_per_s", "iteration_s", "kv_use", "latency_mean_s",
     "latency_max_s", "s_gen_mean", "s_gen_max", "s_train_mean", "s_train_max", "fresh_tokens_per_s",
@@ -145,13 +144,12 @@ def _grid(options: argparse.Namespace) -> int:
     models = [options.model] if options.model else list(MODELS)
     gpus = [options.gpus] if options.gpus else list(grid.GPUS)
     wanted = grid.points(models, gpus, workloads)
-    rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed, options.jobs)
+    rows = grid.run(wanted, options.out / "points.jsonl", options.hardware, options.seed, options.jobs, options.out)
     _write(options, rows)
     plots.grid_figure(rows, options.out / "throughput")
     plots.speedup_figure(rows, grid.PAPER_SPEEDUPS, options.out / "speedup")
-    for name in REPRESENTATIVE:
-        chosen = PRESETS[name]
-        if chosen["model"] in models and chosen["gpus"] in gpus and not (options.out / f"{name}.json").exists():
+    for (model, num, _), name in grid.DRAWN.items():
+        if model in models and num in gpus and not (options.out / f"{name}.json").exists():
             _representative(options, name)
     print(json.dumps(rows, indent=2) if options.json else grid.table(rows))
     return 0
@@ -173,13 +171,12 @@ def _policies(options: argparse.Namespace) -> int:
 
 
 def _representative(options: argparse.Namespace, name: str) -> None:
-    """One run of the grid in pictures: KV use, staleness, latencies, version lanes."""
+    """One run of the grid in pictures, of a grid that had it already or was of other workloads."""
     chosen = Scenario(
         hardware=options.hardware, workload=workload.WORKLOADS["math"], seed=options.seed, **PRESETS[name]
     )
     world, found = simulate(chosen)
-    plots.run_figure(world.measures, f"{name}, split {found['split']}, batch policy, math", options.out / name)
-    (options.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    plots.representative(world.measures, found, name, options.out)
 
 
 if __name__ == "__main__":

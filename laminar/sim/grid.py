@@ -22,7 +22,7 @@ from typing import Any
 
 from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
-from laminar.sim import baselines
+from laminar.sim import baselines, plots
 from laminar.sim.cluster import MODELS, Software
 from laminar.sim.freshness import HALF_LIFE
 from laminar.sim.policies import POLICIES, RECOMMENDED, Policy
@@ -53,6 +53,8 @@ PLACEMENT = "placement"
 SHARED = {PLACEMENT: "search", "laminar": "search", "one-step": "batches", "stream": "batches"}
 """Systems that share work at a cell of the grid: `laminar` goes on with the short run that won the search, two baselines generate
 the same batches."""
+DRAWN = {("32B", 128, "math"): "32B-128", ("72B", 1024, "math"): "72B-1024"}
+"""Cells whose run of `laminar` is also drawn, and the name of the picture."""
 COSTS = {
     PLACEMENT: (8.0, 0.06),
     "partial": (3.0, 0.05),
@@ -130,8 +132,11 @@ def fingerprint(hardware: str, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def run(wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1) -> list[dict[str, Any]]:
-    """All rows, the missing ones computed now by `jobs` processes and appended to `path` by this one alone.
+def run(
+    wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1, drawn: Path | None = None
+) -> list[dict[str, Any]]:
+    """All rows, the missing ones computed now by `jobs` processes and appended to `path` by this one alone. Pictures of
+    representative ones that are computed go to the directory `drawn`.
 
     Raises ConfigError for a file of other constants.
     """
@@ -141,7 +146,8 @@ def run(wanted: list[Point], path: Path, hardware: str, seed: int, jobs: int = 1
     searches = [point.search for point in missing if point.search and point.search.key not in rows]
     tasks = tasks_of([*dict.fromkeys(searches), *missing])
     progress = _Progress([point for task in tasks for point in task])
-    measure, take = partial(_measure, hardware=hardware, seed=seed), partial(_take, tasks, rows)
+    measure = partial(_measure, hardware=hardware, seed=seed, drawn=drawn)
+    take = partial(_take, tasks, rows)
     with contextlib.closing(_measured(take, measure, min(jobs, len(tasks)))) as measured:
         for point, row in measured:
             rows[point.key] = row | {"key": point.key, "fingerprint": mark}
@@ -267,8 +273,8 @@ def _read(path: Path, mark: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(task: Task, hardware: str, seed: int) -> list[dict[str, Any]]:
-    """The rows of its points."""
+def _measure(task: Task, hardware: str, seed: int, drawn: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of its points; pictures of representative ones go to `drawn`."""
     begun: Begun | None = None
     rows = []
     for point in task:
@@ -282,7 +288,10 @@ def _measure(task: Task, hardware: str, seed: int) -> list[dict[str, Any]]:
         else:
             scenario = _scenario(point, hardware, seed).under(point.policy)
             assert begun is None or begun.scenario == replace(scenario, split=begun.scenario.split), "another run"
-            row = (begun.finish() if begun else simulate(scenario)[1]) | name
+            world, found = begun.finish() if begun else simulate(scenario)
+            if drawn and point.system == "laminar" and point.cell in DRAWN:
+                plots.representative(world.measures, found, DRAWN[point.cell], drawn)
+            row = found | name
             del row["queue"]["series"]  # of long runs
             rows.append(row)
     return rows

@@ -1,5 +1,6 @@
 """Figures of simulated runs and grids, PNG and SVG. matplotlib is imported only here, and only when a figure is wanted."""
 
+import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +43,12 @@ def run_figure(measures: Measures, title: str, path: Path) -> list[Path]:
     _latencies(axes[1][0], measures)
     _lanes(axes[1][1], measures)
     return save(figure, path)
+
+
+def representative(measures: Measures, found: dict[str, Any], name: str, directory: Path) -> None:
+    """One run of a grid in pictures, with its summary beside them."""
+    run_figure(measures, f"{name}, split {found['split']}, batch policy, math", directory / name)
+    (directory / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
 QUEUE_PANELS = (

@@ -182,10 +182,10 @@ class Begun:
     tokens_per_s: float
     """Throughput in the iterations that the search measures."""
 
-    def finish(self) -> dict[str, Any]:
-        """Go on with it to its end: the summary of `simulate`."""
+    def finish(self) -> tuple[World, dict[str, Any]]:
+        """Go on with it to its end: as `simulate`."""
         self.world.run()
-        return summary(self.scenario, self.world)
+        return self.world, summary(self.scenario, self.world)
 
 
 def optimized(scenario: Scenario) -> Scenario:

@@ -320,6 +320,19 @@ def test_the_grids_figures_and_rows_are_written(tmp_path, capsys):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
 
 
+def test_a_representative_run_is_drawn_where_it_is_made(tmp_path, monkeypatch):
+    small = scenario(parse(SMALL))
+    monkeypatch.setattr(grid, "_scenario", lambda point, hardware, seed: small)
+    point = grid.Point(system="laminar", model="32B", gpus=128, workload="math", split=(64, 64))
+    row = grid._measure((point,), "H800", 0, drawn=tmp_path)[0]
+    found = json.loads((tmp_path / "32B-128.json").read_text())
+    assert found["queue"]["series"]
+    assert found["throughput_tokens_per_s"] == row["throughput_tokens_per_s"]
+    assert (tmp_path / "32B-128.png").stat().st_size > 10_000
+    grid._measure((replace(point, system="laminar-parts"), replace(point, workload="tool")), "H800", 0, drawn=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_the_grid_is_printed_beside_the_papers_speedups():
     rows = [
         {"key": f"{system}/72B/1024/math", "model": "72B", "gpus": 1024, "workload": "math", "system": system,

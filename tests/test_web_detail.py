@@ -13,6 +13,7 @@ from web_world import MODEL, TOKEN, World, served
 from laminar import wire
 from laminar.controller.schema import prepare
 from laminar.controller.web.detail import NO_TOKEN, NOT_HELD, TOKENS_SHOWN
+from laminar.controller.web.lanes import Activity
 from laminar.controller.web.records import Records
 from laminar.controller.web.text import Pieces, of_prompt
 from laminar.ids import GroupId, TrajectoryId, WorkerId, format_id, make_id
@@ -58,6 +59,7 @@ async def test_the_text_of_a_trajectory_comes_token_by_token_with_what_each_was_
     assert (status, told["prompt_text"]) == (200, "cd")
     assert told["tokens"] == [[7, "e", -0.25, 0], [8, "f", -0.25, 0], [1, "<eos>", -0.25, 0]]
     assert (told["group"], told["live"], told["reward"]) == (f"g{format_id(group)}", True, None)
+    assert told["timings"]["queued"] == world.core.state.trajectories[one].timings.queued > 0
 
 
 async def test_a_long_text_comes_in_parts(world: World) -> None:
@@ -152,3 +154,41 @@ async def test_readers_take_turns(world: World) -> None:
     answers = await asyncio.gather(*(ask(world, f"trajectory/t{format_id(members[0])}") for _ in range(6)))
     assert {status for status, _ in answers} == {200}
     assert world.core.state.replicas[WorkerId("r0")].num_generating
+
+
+def test_lanes_of_earlier_times_are_read_from_the_spans_and_moves_of_the_database(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "run.db")
+    prepare(database)
+    for tick in range(400):  # a report a second; r0 pulls v1 at 200 s, r1 never does
+        version = "v0" if tick < 200 else "v1"
+        database.execute(
+            "INSERT INTO spans VALUES ('r0', 'decode', ?, ?, 1.0, ?)", (1000.0 + tick, 1001.0 + tick, version)
+        )
+        database.execute("INSERT INTO spans VALUES ('r1', 'decode', ?, ?, 1.0, 'v0')", (1000.0 + tick, 1001.0 + tick))
+        if tick == 200:
+            database.execute("INSERT INTO spans VALUES ('r0', 'pull', 1200.0, 1200.5, 0.5, 'v1')")
+            database.execute("INSERT INTO spans VALUES ('trainer-0/0', 'train', 1190.0, 1200.5, 9.0, 's1')")
+    for trajectory in (1, 2, 3):
+        at = 1250.0 if trajectory < 3 else 1350.0
+        database.execute("INSERT INTO moves VALUES (?, 2, 'r1', 'r0', 'v0', 9, ?, ?)", (trajectory, at, at + 1))
+    database.commit()
+    database.close()
+    records = Records(tmp_path / "run.db")
+    lanes = records.lanes(1100.0, 1300.0)
+    assert sorted(lanes) == ["r0", "r1"]
+    generating, pulling = int(Activity.GENERATING), int(Activity.SYNCING)
+    found = {(kind, version) for _, _, kind, version in lanes["r0"]}
+    assert found == {(generating, "v0"), (pulling, "v1"), (generating, "v1")}
+    assert len(lanes["r0"]) < 6
+    ((begin, end, kind, version),) = lanes["r1"]
+    assert (kind, version) == (generating, "v0")
+    assert begin <= 1100.0
+    assert 1299.0 <= end <= 1302.0
+    assert records.moves(1100.0, 1300.0) == [(1250.0, "r1", "r0", 2)]
+    assert records.lanes(5000.0, 5001.0) == records.lanes(1.0, 2.0) == {}
+
+
+async def test_earlier_lanes_want_a_time(world: World) -> None:
+    assert (await ask(world, "lanes?from=10&to=20"))[0] == 200
+    for query in ("", "?from=1", "?from=x&to=2", "?from=2&to=1", "?from=0&to=1e9", "?from=nan&to=nan"):
+        assert (await ask(world, f"lanes{query}"))[0] == 400, query

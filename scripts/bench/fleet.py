@@ -298,7 +298,11 @@ class Trainer:
         self._count.tokens_fetched += num_tokens
         self._count.rows_fetched += len(rows)
         self._count.steps += 1
-        metrics = {"timing/step_s": time.monotonic() - began, "num_tokens/trained": float(num_tokens)}
+        metrics = {
+            "timing/step_s": time.monotonic() - began,
+            "num_tokens/trained": float(num_tokens),
+            "reward/mean": sum(row.reward for row in message.rows) / len(message.rows),
+        }
         self.link.send(wire.StepDone(step=message.step, attempt=message.attempt, metrics=metrics))
 
 

@@ -19,7 +19,7 @@ from laminar.controller.web.journal import Journal
 from laminar.controller.web.lanes import Lanes
 from laminar.controller.web.pages import Pages
 from laminar.controller.web.records import Records
-from laminar.controller.web.stream import INTERVAL_S, Stream
+from laminar.controller.web.stream import Stream
 from laminar.controller.web.text import Pieces
 from laminar.core import actions, events
 from laminar.core.engine import Core
@@ -89,7 +89,7 @@ class Dashboard:
         """For ever: notice what no event says, and tell open pages."""
         await self._load_steps()
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await self._stream.pause()
             await self._look()
             if self._stream.is_watched:
                 await self._board.refresh()

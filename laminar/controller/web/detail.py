@@ -22,6 +22,7 @@ from laminar.core.turn import Turn
 from laminar.ids import GroupId, PromptId, TrajectoryId, WorkerId, format_id
 
 TRAJECTORIES_SHOWN = 200  # of a replica
+LANES_S_MAX = 3600.0
 TOKENS_SHOWN = 2048  # at a time
 STORY_SHOWN = 40
 NOT_HELD = "Its tokens are no longer held: it was committed to a checkpoint, or dropped, and they were forgotten."
@@ -48,10 +49,26 @@ class Detail:
     def routes(self) -> list[web.RouteDef]:
         """For people."""
         return [
+            web.get("/v1/dashboard/lanes", self._lanes),
             web.get("/v1/dashboard/replica/{name}", self._replica),
             web.get("/v1/dashboard/group/{id}", self._group),
             web.get("/v1/dashboard/trajectory/{id}", self._trajectory),
         ]
+
+    async def _lanes(self, request: web.Request) -> web.Response:
+        """What is too old for the pages to have it: `?from=…&to=…`, run time in seconds."""
+        try:
+            begin, end = float(request.query["from"]), float(request.query["to"])
+            if not 0 < end - begin <= LANES_S_MAX:
+                raise ValueError(f"at most {LANES_S_MAX:g} s can be asked for")
+        except (KeyError, ValueError) as error:
+            return web.json_response({"error": f"?from=…&to=… in seconds are expected: {error}"}, status=400)
+        try:
+            lanes = await self._read(lambda: self._records.lanes(begin, end))
+            moves = await self._read(lambda: self._records.moves(begin, end))
+        except sqlite3.Error as error:
+            return _unreadable(error)
+        return _answer({"lanes": lanes, "moves": moves})
 
     # ---- replica -------------------------------------------------------------------------------------------
 
@@ -71,12 +88,6 @@ class Detail:
                 "live": True,
                 "why": why,
                 "host": replica.host,
-                "version": _text(replica.version),
-                "kv_tokens": replica.kv_tokens,
-                "kv_tokens_max": replica.kv_tokens_max,
-                "running": replica.num_running,
-                "waiting": replica.num_waiting,
-                "requests_max": replica.num_requests_max,
                 "trajectories": [_member(t) for t in has],
                 "more": max(0, len(replica.attempts) - len(has)),
                 "story": self._story(worker),
@@ -157,7 +168,7 @@ class Detail:
             "s_gen": s_gen,
             "residence": residence,
             "s_train": s_train,
-            "timings": msgspec.to_builtins(t.timings),
+            "timings": {name: getattr(t.timings, name) for name in TIMES},
             "story": self._story(subject),
         }
 

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar.controller.web.lanes import Activity
 from laminar.ids import BOOT_SHIFT
 
 PATIENCE_S = 5.0  # of somebody who looks at a page; a query that takes longer is broken off
 TICKS = 10_000  # steps of SQLite's machine between two looks at the clock: a millisecond or so
 SIBLINGS_MAX = 256
+LANE_PARTS = 400  # of the time that is asked for: a pixel or two each
+SPAN_S_MAX = 60.0  # a report or a pull that lasts longer may be missing at the end of what is asked for
+GAP_S = 2.0  # two reports of one version that are no further apart are one stretch of generation
+MOVES_MAX = 2_000
 
 
 class Records:
@@ -54,12 +59,63 @@ class Records:
                     low = found[0] + 1
             return list(_records(database, "id >= ? AND id < ? AND group_id = ?", low, low + SIBLINGS_MAX, group))
 
+    def lanes(self, begin: float, end: float) -> dict[str, list[tuple[float, float, int, str]]]:
+        """Replica -> what it did from one moment to another (run time), as far as the table `spans` tells: it decoded or pulled
+        under a version. Times are exact to a LANE_PARTS-th of what is asked for.
+        """
+        with self._opened() as database:
+            first = _first_row(database, begin)
+            last = _first_row(database, end + SPAN_S_MAX)
+            rows = database.execute(
+                "SELECT worker, kind, version, min(start) AS begun, max(end) FROM spans WHERE rowid >= ? AND rowid < ? "
+                "AND end > ? AND start < ? AND kind IN ('decode', 'pull') "
+                "GROUP BY worker, kind, version, CAST(start / ? AS INTEGER) ORDER BY begun",
+                (first, last, begin, end, (end - begin) / LANE_PARTS),
+            )
+            found: dict[str, list[tuple[float, float, int, str]]] = {}
+            for worker, kind, version, begun, ended in rows:
+                activity = Activity.GENERATING if kind == "decode" else Activity.SYNCING
+                _join(found.setdefault(worker, []), (begun, ended, int(activity), version))
+        return found
+
+    def moves(self, begin: float, end: float) -> list[tuple[float, str, str, int]]:
+        """(when, source, destination, trajectories) from one moment to another, at most MOVES_MAX."""
+        with self._opened() as database:
+            return database.execute(
+                "SELECT start, source, destination, count(*) FROM moves WHERE start >= ? AND start < ? "
+                "GROUP BY start, source, destination ORDER BY start LIMIT ?",
+                (begin, end, MOVES_MAX),
+            ).fetchall()
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
         deadline = time.monotonic() + PATIENCE_S
         with contextlib.closing(sqlite3.connect(self._uri, uri=True, timeout=PATIENCE_S)) as database:
             database.set_progress_handler(lambda: time.monotonic() > deadline, TICKS)
             yield database
+
+
+def _first_row(database: sqlite3.Connection, moment: float) -> int:
+    """The first row of `spans` that ends after a moment: rows are written when they end."""
+    low, high = database.execute("SELECT coalesce(min(rowid), 0), coalesce(max(rowid), -1) + 1 FROM spans").fetchone()
+    while low < high:
+        middle = (low + high) // 2
+        found = database.execute(
+            "SELECT rowid, end FROM spans WHERE rowid >= ? ORDER BY rowid LIMIT 1", (middle,)
+        ).fetchone()
+        if found is None or found[1] > moment:
+            high = middle
+        else:
+            low = found[0] + 1
+    return int(low)
+
+
+def _join(rows: list[tuple[float, float, int, str]], row: tuple[float, float, int, str]) -> None:
+    """Add it, or lengthen the last one by it if that goes on."""
+    if rows and rows[-1][2:] == row[2:] and row[0] - rows[-1][1] < GAP_S:
+        rows[-1] = (rows[-1][0], max(rows[-1][1], row[1]), *row[2:])
+    else:
+        rows.append(row)
 
 
 def _marks(values: tuple[Any, ...]) -> str:

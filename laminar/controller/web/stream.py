@@ -28,12 +28,20 @@ class Stream:
         self._board, self._now = board, now
         self._sockets: dict[web.WebSocketResponse, None] = {}
         self._ticked = asyncio.Event()
+        self._opened = asyncio.Event()
         self._over = False
 
     @property
     def is_watched(self) -> bool:
         """Whether any page is open."""
         return bool(self._sockets)
+
+    async def pause(self) -> None:
+        """Until it is time to look again, or a page has been opened."""
+        self._opened.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INTERVAL_S):
+                await self._opened.wait()
 
     def tick(self) -> None:
         """The board has changed."""
@@ -61,6 +69,7 @@ class Stream:
         )
         await socket.prepare(request)
         self._sockets[socket] = None
+        self._opened.set()
         sender = asyncio.create_task(self._send(socket), name="dashboard")
         try:
             await self._until_closed(socket)

@@ -6,6 +6,7 @@ import { NONE, integer, number, percent } from "./format.js";
 import * as theme from "./theme.js";
 
 const HEIGHT = 132;
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // steps between ticks of steps
 // Of each: title, [metric, name, colour] …, how a value is written.
 const CURVES = [
   ["Reward", [["reward/mean", "mean", "ink"]], number],
@@ -83,7 +84,7 @@ class Curve {
       cursor: { sync: { key, setSeries: false }, points: { size: 5 }, y: false },
       scales: { x: { time: false }, y: { range: (_, least, most) => range(least, most) } },
       axes: [
-        { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60 },
+        { ...axis, grid: { show: false }, size: 22, gap: 4, space: 60, incrs: WHOLE },
         { ...axis, size: 44, gap: 4, space: 34, values: (_, splits) => splits.map((value) => this.write(value)) },
       ],
       series: [{}, ...this.series.map(([, , ink]) => ({ stroke: theme.colour(ink), width: 1.4, points: { show: false }, spanGaps: true }))],

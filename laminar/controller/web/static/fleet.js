@@ -6,7 +6,7 @@ import { ACTIVITIES, DEAD, DRAINING, GENERATING, GONE, QUARANTINED, SUSPECT } fr
 
 // Of each column: heading, whether it is a number, its text, and what it is sorted by.
 const COLUMNS = [
-  ["replica", false, (r) => r.name, (r) => r.lane],
+  ["replica", false, (r) => r.name, (r) => r.place],
   ["state", false, (r) => r.state, (r) => r.activity],
   ["version", false, (r) => r.version || NONE, (r) => Number(r.version.slice(1).split(".")[0] || -1)],
   ["for", true, (r) => duration(r.for_s), (r) => r.for_s],
@@ -40,12 +40,12 @@ export class Fleet {
     if (!changed.has("fleet") && !changed.has("lanes")) return;
     const { lanes, fleet } = this.model.sections;
     const now = this.model.at;
-    const records = lanes.map((_, lane) => record(lane, lanes, fleet, now));
+    const records = lanes.map((_, lane) => record(lane, this.model.place[lane], lanes, fleet, now));
     while (this.rows.length < records.length) this.add();
     records.forEach((r, lane) => this.show(this.rows[lane], r));
     this.records = records;
     this.summarize(records);
-    if (this.sorted || this.filter) this.arrange();
+    if (this.sorted || this.filter || changed.has("lanes")) this.arrange();
   }
 
   add() {
@@ -96,7 +96,7 @@ export class Fleet {
   /** Rows in the order that is wanted; nothing is touched that is in place. */
   arrange() {
     const by = COLUMNS[this.sorted][3], sign = this.descending ? -1 : 1;
-    const order = (this.records ?? []).toSorted((a, b) => sign * (by(a) - by(b)) || a.lane - b.lane);
+    const order = (this.records ?? []).toSorted((a, b) => sign * (by(a) - by(b)) || a.place - b.place);
     order.forEach((r, place) => {
       const { node } = this.rows[r.lane];
       node.hidden = !`${r.name} ${r.state} ${r.version}`.toLowerCase().includes(this.filter);
@@ -105,11 +105,12 @@ export class Fleet {
   }
 }
 
-function record(lane, lanes, fleet, now) {
+function record(lane, place, lanes, fleet, now) {
   const [name, , kv_max] = lanes[lane];
   const activity = fleet.activity[lane];
   return {
     lane,
+    place,
     name,
     activity,
     state: ACTIVITIES[activity],

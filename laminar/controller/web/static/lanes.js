@@ -37,13 +37,42 @@ export class Lanes {
     plot.addEventListener("blur", () => this.choose(null));
     this.box = el("div", { class: "lanes-box" }, plot);
     by("lanes").append(this.empty, this.canvas.axis, this.box, this.tip, this.told, legend());
-    by("lanes-tools").append(choice("Time shown", WINDOWS_S, this.window_s, (window_s) => this.show(window_s)));
+    this.past = null; // what is shown of earlier times: { until, segments, moves }
+    this.when = el("span", { class: "aside", role: "status" });
+    const earlier = el("button", { type: "button", click: () => this.go(-1) }, "earlier");
+    this.later = el("button", { type: "button", click: () => this.go(1) }, "later");
+    this.live = el("button", { type: "button", click: () => this.show(this.window_s) }, "now");
+    by("lanes-tools").append(this.when, earlier, this.later, this.live, choice("Time shown", WINDOWS_S, this.window_s, (window_s) => this.show(window_s)));
+    this.show(this.window_s);
     new ResizeObserver(() => this.draw()).observe(by("lanes"));
     theme.onChange(() => this.draw());
   }
 
+  /** So many seconds up to now. */
   show(window_s) {
     this.window_s = window_s;
+    this.past = null;
+    this.later.hidden = this.live.hidden = true;
+    say(this.when, "");
+    this.draw();
+  }
+
+  /** A window back or forth: what the page does not have any more is read from the run's database. */
+  async go(direction) {
+    const until = (this.past?.until ?? this.model.now()) + direction * this.window_s;
+    if (until >= this.model.now()) return this.show(this.window_s);
+    const window_s = this.window_s;
+    say(this.when, "looking it up");
+    const past = await look(until - window_s, until);
+    say(this.when, past.error ?? `${clock(until - window_s)} to ${clock(until)}, as decoded`);
+    if (past.error || window_s !== this.window_s) return;
+    const lanes = this.model.sections.lanes.map(([name]) => name);
+    this.past = {
+      until,
+      segments: lanes.map((name) => past.lanes[name] ?? []),
+      moves: past.moves.map(([at, source, destination, num]) => [at, lanes.indexOf(source), lanes.indexOf(destination), num]).filter(([, source, destination]) => source >= 0 && destination >= 0),
+    };
+    this.later.hidden = this.live.hidden = false;
     this.draw();
   }
 
@@ -56,7 +85,8 @@ export class Lanes {
     const num = this.model.sections.lanes?.length ?? 0;
     this.empty.hidden = num > 0;
     this.box.hidden = this.canvas.axis.hidden = num === 0;
-    if (num) this.canvas.draw(by("lanes").clientWidth, this.model.now() - this.window_s, this.model.now(), this.chosen);
+    const until = this.past?.until ?? this.model.now();
+    if (num) this.canvas.draw(by("lanes").clientWidth, until - this.window_s, until, this.chosen, this.past);
   }
 
   describe() {
@@ -99,7 +129,9 @@ export class Lanes {
   /** What the lane did at a moment; null = now. */
   words(lane, at) {
     const { fleet } = this.model.sections;
-    const past = at === null ? null : (this.model.segments[lane] ?? []).find(([start, end]) => start <= at && at < end);
+    const segments = (this.past?.segments ?? this.model.segments)[lane] ?? [];
+    const past = at === null ? null : segments.find(([start, end]) => start <= at && at < end);
+    if (!past && this.past) return at === null ? "" : `nothing recorded at ${clock(at)}`;
     const [start, end, activity, version] = past ?? [fleet.since[lane], null, fleet.activity[lane], fleet.version[lane]];
     const what = `${ACTIVITIES[activity]}${version && activity < GONE ? ` ${version}` : ""}`;
     return end === null ? `${what}, since ${clock(start)}` : `${what} for ${duration(end - start)}, ${clock(start)} to ${clock(end)}`;
@@ -112,7 +144,8 @@ export class Lanes {
     else if (event.key === "Escape") this.choose(null);
     else if (step) {
       event.preventDefault();
-      this.choose(Math.max(0, Math.min(num - 1, (this.chosen ?? -Math.sign(step)) + step)));
+      const place = this.chosen === null ? (step > 0 ? -1 : num) : this.model.place[this.chosen];
+      this.choose(this.model.order[Math.max(0, Math.min(num - 1, place + step))]);
       this.box.scrollTop = Math.min(this.box.scrollTop, this.canvas.topOf(this.chosen));
       say(this.told, `${this.model.sections.lanes[this.chosen][0]}: ${this.words(this.chosen, null)}`);
     }
@@ -120,6 +153,15 @@ export class Lanes {
 
   open() {
     if (this.chosen !== null) location.hash = `#replica/${encodeURIComponent(this.model.sections.lanes[this.chosen][0])}`;
+  }
+}
+
+async function look(from, to) {
+  try {
+    const answer = await fetch(`/v1/dashboard/lanes?from=${from}&to=${to}`, { cache: "no-store" });
+    return await answer.json();
+  } catch {
+    return { error: "the controller does not answer" };
   }
 }
 

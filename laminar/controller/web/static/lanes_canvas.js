@@ -5,7 +5,7 @@ import { DEAD, DRAINING, EVALUATING, GENERATING, GONE, IDLE, QUARANTINED, STARTI
 import { colour, versionColour } from "./theme.js";
 
 const AXIS_HEIGHT = 34;
-const LANE_MAX = 26, LANE_MIN = 3, PLOT_HEIGHT = 560;
+const LANE_MAX = 30, LANE_MIN = 3, PLOT_HEIGHT = 560;
 const LABEL_MIN = 11; // lanes at least so high have their name beside them
 const ARCS_MAX = 500; // newest; more would be a blot
 const TICKS_S = [5, 10, 15, 30, 60, 120, 300];
@@ -22,8 +22,7 @@ export class LanesCanvas {
   }
 
   laneAt(y) {
-    const lane = Math.floor(y / this.height);
-    return lane >= 0 && lane < this.num ? lane : null;
+    return this.model.order[Math.floor(y / this.height)] ?? null;
   }
 
   timeAt(x) {
@@ -32,15 +31,16 @@ export class LanesCanvas {
   }
 
   topOf(lane) {
-    return lane * this.height;
+    return this.model.place[lane] * this.height;
   }
 
   x(at) {
     return this.left + ((at - this.from) / (this.until - this.from)) * (this.right - this.left);
   }
 
-  /** All lanes from one moment to another; `chosen` is pointed out. */
-  draw(width, from, until, chosen) {
+  /** All lanes from one moment to another; `chosen` is pointed out. `past`: { segments, moves } instead of what the model has. */
+  draw(width, from, until, chosen, past) {
+    this.past = past;
     const { lanes } = this.model.sections;
     this.num = lanes.length;
     this.height = Math.max(LANE_MIN, Math.min(LANE_MAX, Math.floor(PLOT_HEIGHT / this.num)));
@@ -78,14 +78,17 @@ export class LanesCanvas {
 
   /** When versions became ready, as far as there is room to say so. */
   drawMarks(context) {
+    const shown = this.model.marks.filter(([at, kind]) => at >= this.from && at <= this.until && (kind === "version" || kind === "lost"));
+    for (const [at, kind, what] of shown) {
+      fill(context, kind === "lost" ? colour("bad") : versionColour(what), [[Math.round(this.x(at)), 18, 2, AXIS_HEIGHT - 18]]);
+    }
     let free = this.left;
-    for (const [at, kind, what] of this.model.marks) {
-      if (at < this.from || (kind !== "version" && kind !== "lost")) continue;
-      const x = this.x(at);
-      fill(context, kind === "lost" ? colour("bad") : versionColour(what), [[Math.round(x), 18, 2, AXIS_HEIGHT - 18]]);
-      if (x < free || kind === "lost") continue;
-      text(context, what, x + 5, 29, colour("ink"));
-      free = x + 14 + context.measureText(what).width;
+    for (const [at, kind, what] of shown) {
+      const x = Math.round(this.x(at)), wide = context.measureText(what).width;
+      if (x < free || kind === "lost" || x + wide > this.right) continue;
+      fill(context, colour("paper"), [[x + 2, 18, wide + 6, AXIS_HEIGHT - 18]]); // over the marks that have no room for a word
+      text(context, what, x + 5, 30, colour("ink"));
+      free = x + 16 + wide;
     }
   }
 
@@ -109,10 +112,11 @@ export class LanesCanvas {
 
   placeLane(lane, boxes, labels) {
     const { fleet } = this.model.sections;
-    const past = this.model.segments[lane] ?? [];
-    let first = past.length;
-    while (first > 0 && past[first - 1][1] > this.from) first -= 1;
-    for (let at = first; at < past.length; at += 1) this.place(lane, past[at], boxes, labels);
+    const rows = (this.past ?? this.model).segments[lane] ?? [];
+    let first = rows.length;
+    while (first > 0 && rows[first - 1][1] > this.from) first -= 1;
+    for (let at = first; at < rows.length; at += 1) this.place(lane, rows[at], boxes, labels);
+    if (this.past) return;
     this.place(lane, [fleet.since[lane], this.until, fleet.activity[lane], fleet.version[lane]], boxes, labels);
   }
 
@@ -128,14 +132,14 @@ export class LanesCanvas {
     if (!rectangles) boxes.set(key, (rectangles = []));
     rectangles.push([x, y, wide, high]);
     const labelled = activity === GENERATING || activity === DRAINING;
-    if (labelled && this.height >= 14 && wide > 10 + 6.5 * version.length) {
-      labels.push([version, x + 5, y + whole / 2 + 0.5, colour(activity === GENERATING ? "on-version" : "ink")]);
+    if (labelled && this.height >= 20 && wide > 10 + 6.5 * version.length) {
+      labels.push([version, x + 5, y + whole / 2 + 0.5, colour("on-version")]);
     }
   }
 
   drawMoves(context) {
     context.strokeStyle = context.fillStyle = colour("ink");
-    const shown = this.model.moves.filter(([at]) => at > this.from).slice(-ARCS_MAX);
+    const shown = (this.past ?? this.model).moves.filter(([at]) => at > this.from && at < this.until).slice(-ARCS_MAX);
     for (const [at, source, destination, num] of shown) {
       const x = this.x(at), from = this.topOf(source) + this.height / 2, to = this.topOf(destination) + this.height / 2;
       const bulge = Math.min(36, 6 + Math.abs(to - from) * 0.35);
@@ -157,8 +161,8 @@ export class LanesCanvas {
     context.font = FONT;
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (let lane = 0; lane < this.num; lane += every) {
-      const [name] = lanes[lane];
+    for (let place = 0; place < this.num; place += every) {
+      const lane = this.model.order[place], [name] = lanes[lane];
       text(context, name.length > 20 ? `…${name.slice(-19)}` : name, this.left - 10, this.topOf(lane) + this.height / 2 + 0.5, colour("muted"));
     }
   }
@@ -189,7 +193,7 @@ export class LanesCanvas {
 function look(activity, version) {
   switch (activity) {
     case GENERATING: return [versionColour(version), 1, 1];
-    case DRAINING: return [versionColour(version), 0.42, 1];
+    case DRAINING: return [versionColour(version), 1, 0.5];
     case SYNCING: return [colour("ink"), 1, 1];
     case IDLE: return [colour("muted"), 0.55, 0.08];
     case STARTING:

@@ -61,7 +61,7 @@ function draw() {
   changed = new Set();
   say(by("connection"), "live");
   for (const view of views) view.update(now);
-  performance.measure("laminar:update", { start: began });
+  performance.measure("laminar:update", { start: began, detail: { at: model.at } }); // for scripts/bench_dashboard.py
 }
 
 function show(part) {

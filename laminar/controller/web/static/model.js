@@ -1,6 +1,7 @@
 // What this page knows of the run: the sections and logs of the frames it was sent (laminar/controller/web/board.py).
 
 export const KEPT_S = 900;
+const names = new Intl.Collator("en", { numeric: true });
 const JOURNAL_MAX = 1000;
 const STEPS_MAX = 4000;
 
@@ -17,6 +18,8 @@ export class Model {
     this.at = 0; // run time of the last frame, s
     this.heard = 0; // when it came, ms
     this.sections = {};
+    this.order = []; // lanes as they are shown
+    this.place = []; // by lane: where it is shown
     this.segments = []; // by lane: [start, end, activity, version] …
     this.moves = []; // [at, source, destination, num] …
     this.marks = []; // [at, kind, text] …
@@ -30,8 +33,16 @@ export class Model {
     this.at = frame.at;
     this.heard = performance.now();
     Object.assign(this.sections, frame.sections);
+    if (frame.sections.lanes) this.arrange(frame.sections.lanes);
     for (const [name, rows] of Object.entries(frame.logs)) this[`add_${name}`](rows);
     return changed;
+  }
+
+  /** Lanes come in the order of joining; they are shown by name, rollout-2 before rollout-10. */
+  arrange(lanes) {
+    this.order = lanes.map((_, lane) => lane).sort((a, b) => names.compare(lanes[a][0], lanes[b][0]));
+    this.place = [];
+    this.order.forEach((lane, place) => (this.place[lane] = place));
   }
 
   /** Run time now, s. */

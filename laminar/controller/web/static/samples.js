@@ -20,8 +20,9 @@ export class Samples {
     if (!changed.has("samples")) return;
     const groups = this.model.sections.samples;
     if (!groups.length) return this.clear();
-    if (by("samples").contains(document.activeElement)) return; // not under the hand of somebody who is about to open one
-    by("samples").replaceChildren(table(groups.slice(0, ROWS), this.model.at));
+    const box = by("samples");
+    if (box.contains(document.activeElement) || box.matches(":hover")) return; // not under the hand of somebody who is about to open one
+    box.replaceChildren(table(groups.slice(0, ROWS), this.model.at));
   }
 }
 

@@ -1,0 +1,175 @@
+"""The dashboard in a real browser: what it shows is what the controller says, whatever a model writes; keys; the end."""
+
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from browser import Page, browser, executable
+from e2e import QUICKSTART, SMALL, Run
+from web_world import TOKEN, World, served
+
+from laminar.core import events
+from laminar.ids import Version, WorkerId, format_id
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(executable() is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+
+MARKUP = "<script>window.broken=1</script><img src=x onerror='window.broken=1'><b>bold</b>"
+
+SHOWN = """JSON.stringify({
+  step: document.querySelector('[data-figure="step"]').innerText,
+  buffer: document.querySelector('[data-figure="buffer"]').innerText.split(' /')[0],
+  totals: [...document.querySelectorAll('[data-place="total"]')].map((each) => each.innerText),
+  committed: [...document.querySelectorAll('[data-place="committed"]')].map((each) => each.firstChild.data),
+  replicas: Object.fromEntries([...document.querySelectorAll('.fleet tbody tr')].map(
+    (row) => [row.cells[0].innerText, [row.cells[2].innerText, row.cells[4].innerText]])),
+})"""
+
+
+def said(status: dict[str, Any]) -> dict[str, Any]:
+    """The same of `/v1/status`."""
+    accounts = [status["ledger"][name] for name in ("trajectories", "tokens")]
+    return {
+        "step": f"step {status['step']:,}",
+        "buffer": f"{status['buffer_groups']:,}",
+        "totals": [f"{account['total']:,}" for account in accounts],
+        "committed": [f"{account['committed']:,}" for account in accounts],
+        "replicas": {n: [r["version"] or "–", f"{r['generating']:,}"] for n, r in status["replicas"].items()},
+    }
+
+
+async def shown(page: Page) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(await page.ask(SHOWN))
+    return found
+
+
+async def log_in(page: Page, url: str, token: str) -> None:
+    """As a person would."""
+    await page.open(url)
+    await page.until("!document.getElementById('login').hidden")
+    await page.click("#token")
+    await page.type(token)
+    await page.key("Enter", code=13, text="\r")
+    await page.until("document.getElementById('connection').innerText === 'live'")
+
+
+@contextlib.asynccontextmanager
+async def opened(world: World) -> AsyncIterator[Page]:
+    async with served(world), browser() as page:
+        await log_in(page, world.url, TOKEN)
+        yield page
+
+
+async def test_it_shows_what_the_core_has_as_it_changes_and_text_as_text(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.prompts.text = MARKUP
+    async with opened(world) as page:
+        await page.until("document.body.innerText.includes('No replica has joined yet.')")
+        assert "No train step has finished yet." in await page.text("#curves")
+        world.start("r0", "r1")
+        await page.until("document.querySelectorAll('.fleet tbody tr').length === 2")
+        world.complete_all("r0")
+        world.step_with(reward__mean=0.625)
+        world.ready(Version(1, 0))
+        world.dashboard.alarm("test", MARKUP)
+        await page.until("document.querySelector('[data-figure=\"reward\"]').innerText === '0.625'")
+        status = await page.ask("fetch('/v1/status').then((answer) => answer.json())")
+        assert status["step"] == 1
+        assert await shown(page) == said(status)
+        assert MARKUP in await page.text("#journal")
+        group = next(group for group in world.core.state.groups.values() if group.completed_at)
+        world.write(group.id, [5, 6], {group.trajectories[0]: [7, 8, 1]})
+        await page.ask(f"location.hash = '#group/g{format_id(group.id)}'")
+        await page.until("document.getElementById('detail').innerText.includes('onerror')")
+        assert MARKUP in await page.text("#detail pre")
+        await page.ask(f"location.hash = '#trajectory/t{format_id(group.trajectories[0])}'")
+        await page.until("document.querySelector('#detail .tokens')?.innerText === 'ef<eos>'")
+        assert await page.ask("document.querySelector('#detail .tokens span').className") == "p1"
+        assert await page.ask("window.broken ?? 0") == 0
+        assert page.console == []
+
+
+async def test_keys_lead_through_it_and_it_says_when_the_run_is_over(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start("r0", "r1")
+    async with opened(world) as page:
+        await page.until("!document.querySelector('.lanes-box').hidden")
+        await page.ask("document.querySelector('.lanes-plot').focus()")
+        for _ in range(2):
+            await page.key("ArrowDown", code=40)
+        assert (await page.text(".tip")).startswith("r1 on h")
+        await page.key("Enter", code=13, text="\r")
+        await page.until("document.querySelector('#detail h3')")
+        assert await page.text("#detail-title") == "r1"
+        assert await page.ask("document.activeElement.id") == "detail"
+        await page.key("Escape", code=27)
+        assert await page.ask("[document.getElementById('detail').hidden, document.activeElement.className, location.hash]") == [
+            True, "lanes-plot", "",
+        ]  # fmt: skip
+        for theme in ("light", "dark"):
+            await page.click("#theme")
+            assert await page.ask("document.documentElement.dataset.theme") == theme
+        await page.ask("location.reload()")
+        await page.until("document.getElementById('connection').innerText === 'live'")
+        assert await page.ask("document.documentElement.dataset.theme") == "dark"
+        world.send(events.WorkerLost(worker=WorkerId("trainer-0/0"), incarnation=1, reason="killed"))
+        await page.until("document.getElementById('verdict-headline').innerText === 'The run failed'")
+        assert page.console == []
+        await world.dashboard.close()
+        await world.server.close()
+        await page.until("document.getElementById('connection').innerText.startsWith('the controller has ended')")
+
+
+async def test_a_run_is_shown_as_its_controller_says_and_its_end_is_too(tmp_path: Path) -> None:
+    overrides = (*SMALL, "run.steps=200", "controller.heartbeat_timeout_s=120")
+    with Run.start(tmp_path, QUICKSTART / "hosts.txt", *overrides) as run:
+        url = run.until_said(r"^dashboard: (\S+) ")[1]
+        token = (run.path / "token").read_text()
+        async with browser() as page:
+            await page.open(f"{url}#token={token}")
+            await page.until("document.getElementById('connection').innerText === 'live'")
+            assert await page.ask("location.href") == url
+            await page.until("Number(document.querySelector('[data-figure=\"step\"]').innerText.slice(5)) >= 3", 120)
+            with _stopped(run):
+                run.until(lambda: run.status() == run.status())
+                status = run.status()
+                expected = said(status)
+                await page.until(
+                    f"({SHOWN}) === {json.dumps(json.dumps(expected, separators=(',', ':'), ensure_ascii=False))}"
+                )
+                mean = status["metrics"]["reward/mean"]
+                assert await page.text('[data-figure="reward"]') == f"{mean:.3f}"
+                await page.click("#samples a")
+                await page.until("document.querySelector('#detail table a')")
+                await page.ask("document.querySelector('#detail table a').click()")
+                await page.until("document.querySelector('#detail .tokens')?.innerText.length > 0")
+            assert page.console == []
+            run.signal(signal.SIGINT)
+            await page.until(
+                "document.getElementById('connection').innerText.startsWith('the controller has ended')", 120
+            )
+            assert (await page.text("#verdict-headline")) == "The run is over"
+        assert run.wait() == 0, run.output
+        assert token not in run.output + "".join(path.read_text() for path in (run.path / "logs").glob("*.log"))
+
+
+@contextlib.contextmanager
+def _stopped(run: Run) -> Any:
+    """All its processes but the controller stand still inside."""
+    workers = [process for process in run.marked() if process.pid != run.process.pid]
+    for process in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+    try:
+        yield
+    finally:
+        for process in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -82,13 +82,13 @@ class Page:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = UNTIL_S) -> Any:
-        """Wait until it is true; its value. AssertionError with what the page says if the time is over first."""
+    async def until(self, expression: str, timeout_s: float = UNTIL_S) -> None:
+        """Wait until it is true. AssertionError with what the page says if the time is over first."""
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(RuntimeError):  # the page is being loaded
-                if value := await self.ask(expression):
-                    return value
+                if await self.ask(f"Boolean({expression})"):  # an element itself would come as an empty object
+                    return
             if time.monotonic() > deadline:
                 text = await self.ask("document.body.innerText")
                 raise AssertionError(f"not within {timeout_s:g} s: {expression}\n{text}\n{self.console}")

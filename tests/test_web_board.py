@@ -125,27 +125,26 @@ async def _until_step(page: aiohttp.ClientWebSocketResponse, step: int) -> dict[
 async def test_a_page_that_does_not_read_holds_up_nobody_and_is_hung_up_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "SEND_S", 3.0)
-    monkeypatch.setattr(stream, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(stream, "SEND_S", 1.0)
     world.start("r0")
+    board, sockets = world.dashboard._board, world.dashboard._stream._sockets
+    board.put("run", {"name": "x" * (16 << 20)})  # more than sockets hold for somebody who does not read
     reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, limit=1024)
     writer.write(
         f"GET /v1/dashboard HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         f"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     )
-    await until(lambda: world.dashboard._stream.is_watched)
-    world.dashboard._board.put(
-        "run", {"name": "x" * (16 << 20)}
-    )  # more than sockets hold for somebody who does not read
+    await until(lambda: any(socket._req.transport.get_write_buffer_size() for socket in sockets))  # type: ignore[union-attr]
+    board.put("run", {"name": "small again"})
     async with (
         aiohttp.ClientSession(world.url, headers=HEADERS) as session,
-        session.ws_connect("/v1/dashboard", max_msg_size=0) as page,
+        session.ws_connect("/v1/dashboard") as page,
     ):
         await _until_step(page, 0)
-        await until(lambda: len(world.dashboard._stream._sockets) == 1)
         world.complete_all("r0")
         world.step_with()
         await _until_step(page, 1)
+        await until(lambda: len(sockets) == 1)
     writer.close()
     del reader
 

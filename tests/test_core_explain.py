@@ -313,3 +313,19 @@ def test_the_predicates_of_the_passes_are_the_reasons() -> None:
     assert not of(driver.send(events.TimerFired()), actions.StartGroup)
     states = {group.state for group in driver.core.state.groups.values()}
     assert states == {GroupState.IN_FLIGHT}
+
+
+def test_a_superseded_replica_that_goes_on_admitting_says_whose_turn_it_is() -> None:
+    limits = {"draining_share": 0.5, "progress_timeout_s": 1e6}
+    driver = Driver(settings(refresh_policy="continuous", buffer_groups_max=12, steps=9, **limits))
+    driver.start("r0", "r1")
+    driver.complete_all("r0")
+    driver.step_done()
+    driver.ready(V1)
+    (draining,) = driver.core.state.draining_to_refresh
+    (other,) = set(driver.core.state.replicas) - {draining}
+    assert explain.why(driver.core.look(), draining).line("drains").yes
+    line = explain.why(driver.core.look(), other).line("drains")
+    assert line.yes is False
+    assert "at most 1 of 2 replicas drain at once (draining_share = 0.5)" in line.text
+    assert line.text.endswith(f"not its turn: {draining}")

@@ -110,6 +110,8 @@ def _drains(turn: Turn, replica: Replica) -> Line:
         return Line("drains", "it holds no weights yet", False)
     if reason := refresh.why_not_admitting(turn, replica):
         return Line("drains", reason, replica.num_generating > 0)
+    if reason := refresh.why_not_its_turn(turn, replica):
+        return Line("drains", f"a newer version is there, but {reason}", False)
     policy = turn.settings.refresh_policy
     return Line("drains", f"the refresh policy {policy} lets it begin groups under {replica.version}", False)
 

@@ -31,6 +31,20 @@ def why_not_admitting(turn: Turn, replica: Replica) -> str:
     return "a newer version is there and it is its turn to drain and pull it"
 
 
+def why_not_its_turn(turn: Turn, replica: Replica) -> str:
+    """Why a superseded replica goes on admitting; empty = it does not, or nothing newer is there."""
+    state, policy = turn.state, turn.settings.refresh_policy
+    if policy == "batch" or _holds_newest(turn, replica) or replica.id in state.draining_to_refresh:
+        return ""
+    draining = ", ".join(state.draining_to_refresh) or "none"
+    if policy == "rolling":
+        budget = f"the staleness budget ({turn.settings.staleness_budget:g} versions) has room for it"
+        return f"{budget}: it goes on under {replica.version}; draining are: {draining}"
+    num, fleet = _num_draining(turn, []), len(state.replicas)
+    limit = f"at most {num} of {fleet} replicas drain at once (draining_share = {turn.settings.draining_share:g})"
+    return f"{limit}, the furthest behind first, and it is not its turn: {draining}"
+
+
 def gains_when_empty(turn: Turn, replica: Replica) -> bool:
     """Whether the replica could pull something newer, or begin a local batch, were it not for what it generates."""
     if turn.settings.refresh_policy == "batch":

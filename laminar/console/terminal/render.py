@@ -1,6 +1,7 @@
 """Answers on a terminal, and as JSON for programs. Values are formatted by the unit at the end of their name."""
 
 import json
+import os
 from typing import Any
 
 from rich import box
@@ -29,8 +30,8 @@ STYLES = {
 def console(file: Any = None) -> Console:
     """Where answers go. What is piped is not cut to a screen."""
     found = Console(file=file, highlight=False, markup=False, emoji=False)
-    if not found.is_terminal:
-        found = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPED_WIDTH)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = PIPED_WIDTH
     return found
 
 

@@ -115,9 +115,10 @@ class Stepper:
 
     def go_on(self, view: View, words: list[str]) -> Answer:
         """`continue [until … | for …]`: apply what is held, then run."""
-        until = _until(view, words)
+        _until(view, words)  # refused before anything is let go
+        before = view.state.seq
         self._track.release()
-        return self._forward(until)
+        return self._forward(_until(view, words), before=before)
 
     def back(self, view: View, words: list[str]) -> Answer:
         """`back [N]`: to N events before."""
@@ -136,9 +137,10 @@ class Stepper:
         self._track.rewind(seq)
         return self._arrived(self._track.core.state.seq, "")
 
-    def _forward(self, until: Until, *, stops: bool = True) -> Answer:
-        """`stops`: where a decision is held."""
-        before, waiting, why = self._track.core.state.seq, dict.fromkeys(self._track.core.state.held), ""
+    def _forward(self, until: Until, *, stops: bool = True, before: int | None = None) -> Answer:
+        """`stops`: where a decision is held; `before`: the event since which to say what happened."""
+        before = self._track.core.state.seq if before is None else before
+        waiting, why = dict.fromkeys(self._track.core.state.held), ""
         standstill = Standstill(self._track)
         with self._interruptible():
             while not why and not until.is_reached(self._track.core, self._track.now):

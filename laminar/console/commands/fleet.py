@@ -7,9 +7,9 @@ from laminar.console.answers import Answer, Cell, Table, table
 from laminar.console.commands import stories
 from laminar.console.language import Command
 from laminar.console.view import View
-from laminar.core import groups, health, relays, story, versions, waits
+from laminar.core import groups, health, story, versions, waits
 from laminar.core.records import Replica, VersionRecord
-from laminar.ids import Version, format_id
+from laminar.ids import Version, WorkerId, format_id
 
 STORY_ROWS = 8  # of a replica's story, at the end of what is shown of it
 USUAL = (health.Health.GENERATING, health.Health.DRAINING)
@@ -19,8 +19,7 @@ FLEET = "replica health version behind generating running waiting kv_share admit
 
 def show_fleet(view: View, words: list[str]) -> Answer:
     """Every replica, one a row, or those that have all of the words in their row."""
-    rows = [_row(view, replica) for replica in view.state.replicas.values()]
-    rows += [_lost_row(view, worker, status) for worker, status in _lost(view).items()]
+    rows = [_row(view, worker, status) for worker, status in health.overview(view.turn).items()]
     chosen = [row for row in rows if all(any(word in str(cell) for cell in row) for word in words)]
     if words and not chosen:
         return Answer(
@@ -29,32 +28,24 @@ def show_fleet(view: View, words: list[str]) -> Answer:
     return Answer(tables=[table("", FLEET, chosen)], lines=[_summary(view, rows)])
 
 
-def _row(view: View, replica: Replica) -> list[Cell]:
-    status = health.status(view.turn, replica)
-    newer = relays.newer(view.state, replica)
-    note = "" if status.health in USUAL else status.reason
+def _row(view: View, worker: WorkerId, status: health.Status) -> list[Cell]:
+    """Also of one that was lost and is not back."""
+    replica = view.state.replicas.get(worker)
+    if replica is None:
+        return [worker, status.health.value, "–", None, 0, 0, 0, None, None, "", status.reason]
     return [
         replica.id,
         status.health.value,
         str(replica.version or "–"),
-        _behind(view, replica.version) if newer is not None or replica.version else None,
+        _behind(view, replica.version),
         replica.num_generating,
         replica.num_running,
         replica.num_waiting,
         replica.kv_tokens / replica.kv_tokens_max if replica.kv_tokens_max else None,
         max(0, replica.admit_left) if view.settings.refresh_policy == "batch" else None,
         replica.host,
-        note,
+        "" if status.health in USUAL else status.reason,
     ]
-
-
-def _lost(view: View) -> dict[str, health.Status]:
-    """Replicas that were lost and are not back."""
-    return {w: status for w, status in health.overview(view.turn).items() if w not in view.state.replicas}
-
-
-def _lost_row(view: View, worker: str, status: health.Status) -> list[Cell]:
-    return [worker, status.health.value, "–", None, 0, 0, 0, None, None, "", status.reason]
 
 
 def _behind(view: View, version: Version | None) -> int | None:

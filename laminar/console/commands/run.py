@@ -8,17 +8,18 @@ from laminar.console.language import Command
 from laminar.console.view import View
 from laminar.core import bounds, ledger, versions, waits
 from laminar.core.records import Account, GroupState
+from laminar.core.waits import Wait
 
 
 def show_status(view: View, words: list[str]) -> Answer:
     """Where the run is, who waits for whom at the top, and what an operator has changed."""
-    state = view.state
+    state, found = view.state, waits.waits(view.turn)
     facts: dict[str, Cell] = {
         "run": _phase(view),
         "time_s": view.run_s(view.now),
         "step": f"{state.trainer.step} of {view.settings.steps}",
-        "trainer": _waits_of(view, waits.TRAINER) or "at work",
-        "new_groups": _waits_of(view, waits.NEW_GROUPS) or "begin wherever a replica may admit them",
+        "trainer": _waits_of(view, found, waits.TRAINER) or "at work",
+        "new_groups": _waits_of(view, found, waits.NEW_GROUPS) or "begin wherever a replica may admit them",
         "groups": _groups(view),
         "replicas": _replicas(view),
         "weights": _weights(view),
@@ -38,9 +39,9 @@ def _phase(view: View) -> str:
     return "under way" if state.started else "not begun"
 
 
-def _waits_of(view: View, who: str) -> str:
+def _waits_of(view: View, found: list[Wait], who: str) -> str:
     """What one node of the wait-for graph waits for, in a sentence."""
-    for wait in waits.waits(view.turn):
+    for wait in found:
         if wait.who == who:
             since_s = view.since_s(wait.since)
             lasts = f", for {since_s:.1f} s" if since_s is not None else ""

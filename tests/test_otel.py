@@ -53,6 +53,12 @@ class Collector:
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
 
+    def stop(self) -> None:
+        """Nothing more is heard."""
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(10)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -79,9 +85,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100000")
     yield collector
-    collector.server.shutdown()
-    collector.server.server_close()
-    collector.thread.join(10)
+    collector.stop()
 
 
 def start(share: float = 1.0, say: Callable[[str], None] = pytest.fail) -> otel.Traces:

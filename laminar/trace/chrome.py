@@ -40,7 +40,12 @@ class Trace:
         yield from self._names()
         yield from self._slices()
         for each in self._timeline.overlapping:
-            common = {"cat": each.lane.name, "id": each.id, "pid": self._pids[each.lane.process], "name": each.name}
+            common = {
+                "cat": each.lane.name,
+                "id2": {"local": each.id},
+                "pid": self._pids[each.lane.process],
+                "name": each.name,
+            }
             yield {"ph": "b", "ts": self._us(each.start), **common, "args": each.args}
             yield {"ph": "e", "ts": self._us(each.end), **common}
         for instant in self._timeline.instants:

@@ -1,6 +1,7 @@
 """`python -m laminar.console`: attach to a live run, simulate a cluster, or open a recorded run; one language for all three."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterable
@@ -34,6 +35,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 = every command did what it says, 1 = one was refused, 2 = the arguments are wrong."""
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without → and – is no reason to fail
     try:
         options, rest = _parse(given)
         target = _target(options, rest)

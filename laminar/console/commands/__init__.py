@@ -1,6 +1,6 @@
 """The commands of the language: functions `(view, words) -> Answer | Change`, pure, over the core's state, story and reasons."""
 
-from laminar.console.commands import ask, breaks, change, console, fleet, groups, held, run, steps, stories
+from laminar.console.commands import ask, breaks, change, console, edit, fleet, groups, held, run, steps, stories
 from laminar.console.language import Command
 
 COMMANDS: tuple[Command, ...] = (
@@ -11,6 +11,7 @@ COMMANDS: tuple[Command, ...] = (
     *ask.COMMANDS,
     *breaks.COMMANDS,
     *held.COMMANDS,
+    *edit.COMMANDS,
     *steps.COMMANDS,
     *change.COMMANDS,
     *console.COMMANDS,

@@ -236,7 +236,7 @@ COMMANDS = (
         summary="start one more replica",
         arguments=(0, 1),
         only=("live", "sim"),
-        elsewhere="",
+        elsewhere="it has the replicas that it had",
         examples=(
             ("join", "on the first rollout host that has room"),
             ("join gpu02", "on that host of the hosts file"),
@@ -270,7 +270,7 @@ COMMANDS = (
         summary="carry a change out on a copy, simulate both forward, and compare",
         arguments=(1, 16),
         only=("sim",),
-        elsewhere="",
+        elsewhere="simulate such a cluster with `--sim`, and try it there",
         takes="set drain join",
         examples=(
             ("whatif set repack.interval_s=2 for 600", "the next ten minutes with more frequent checks"),

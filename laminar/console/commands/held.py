@@ -1,10 +1,5 @@
 """Step through decisions: hold a pass, look at what it decides next, edit, apply or skip it."""
 
-from collections.abc import Callable
-
-import msgspec
-
-from laminar.console import subjects
 from laminar.console.answers import Answer, Cell, Change, Table, table
 from laminar.console.language import Command, UsageError
 from laminar.console.subjects import listed, nearest
@@ -12,9 +7,6 @@ from laminar.console.view import View
 from laminar.core import bounds, events, holds
 from laminar.core.decisions import (
     AnyDecision,
-    DispatchNew,
-    DispatchQueued,
-    RefreshReplica,
     Repack,
     TakeBatch,
     Transfer,
@@ -39,7 +31,7 @@ def lines(view: View) -> list[str]:
 def show_held(view: View, words: list[str]) -> Answer:
     """All held decisions, or one with everything in it."""
     if words:
-        held = _held(view, words[0])
+        held = of_number(view, words[0])
         facts = _facts(view, held)
         return Answer(facts=facts, tables=[detail(view, held.decision)], lines=[then(held.id)])
     rows: list[list[Cell]] = [
@@ -102,7 +94,7 @@ def _batch_row(view: View, number: int) -> list[Cell]:
 # ---- which -------------------------------------------------------------------------------------------------
 
 
-def _held(view: View, word: str) -> HeldDecision:
+def of_number(view: View, word: str) -> HeldDecision:
     """The held decision of this number. Raises UsageError."""
     found = view.state.held.get(int(word)) if word.isdigit() else None
     if found is None:
@@ -117,7 +109,7 @@ def _chosen(view: View, words: list[str]) -> list[HeldDecision]:
     if words == ["all"]:
         return held
     if words:
-        return [_held(view, word) for word in words]
+        return [of_number(view, word) for word in words]
     if len(held) == 1:
         return held
     there = "; ".join(f"{h.id} ({h.pass_name})" for h in held)
@@ -211,100 +203,6 @@ def _resolve(view: View, words: list[str], verdict: str) -> Change:
     return Change(events=changes, lines=[f"{done}: decision {h.id}, {in_words(h.decision)}" for h in chosen])
 
 
-# ---- editing -----------------------------------------------------------------------------------------------
-
-
-def edit(view: View, words: list[str]) -> Change:
-    """Put another decision in the place of a held one; it goes on being held."""
-    held, verb, names = _held(view, words[0]), words[1], words[2:]
-    verbs = _EDITS[type(held.decision)]
-    if verb not in verbs:
-        can = listed(list(verbs)) if verbs else "nothing: approve or skip it"
-        raise UsageError(
-            f"decision {held.id} is one of {held.pass_name}, which {verb!r} cannot edit; it can be edited by: {can}"
-        )
-    replacement = verbs[verb](view, held.decision, names)
-    change = events.DecisionEdited(decision=held.id, replacement=replacement)
-    return Change(events=[change], lines=[f"decision {held.id} is now: {in_words(replacement)}", then(held.id)])
-
-
-def _drop(view: View, decision: Repack, names: list[str]) -> Repack:
-    """`drop SOURCE [DESTINATION]`: these transfers are not made."""
-    _expect(names, 1, 2, "drop SOURCE [DESTINATION]")
-    workers = [subjects.replica(view, name).id for name in names]
-    left = [t for t in decision.transfers if [t.source, t.destination][: len(workers)] != workers]
-    if len(left) == len(decision.transfers):
-        raise UsageError(f"nothing moves from {' to '.join(workers)} in it; `held` shows what does")
-    if not left:
-        raise UsageError("nothing would be left to move: skip the decision instead")
-    return Repack(transfers=left)
-
-
-def _send(view: View, decision: Repack, names: list[str]) -> Repack:
-    """`send SOURCE DESTINATION`: all that moves from the source goes there."""
-    _expect(names, 2, 2, "send SOURCE DESTINATION")
-    source, destination = (subjects.replica(view, name) for name in names)
-    if all(t.source != source.id for t in decision.transfers):
-        raise UsageError(f"nothing moves from {source.id} in it; `held` shows what does")
-    if source.id == destination.id or source.version != destination.version:
-        why = (
-            "it is the source"
-            if source.id == destination.id
-            else f"it holds {destination.version}, not {source.version}"
-        )
-        raise UsageError(f"{source.id} cannot move to {destination.id}: {why}")
-    by_operator = "chosen by an operator"
-    moved = [
-        msgspec.structs.replace(t, destination=destination.id, reason=by_operator) if t.source == source.id else t
-        for t in decision.transfers
-    ]
-    return Repack(transfers=moved)
-
-
-def _swap(view: View, decision: TakeBatch, names: list[str]) -> TakeBatch:
-    """`swap GROUP OTHER`: another complete group is trained in its place."""
-    _expect(names, 2, 2, "swap GROUP OTHER")
-    old, new = (subjects.group(view, name).id for name in names)
-    if old not in decision.groups:
-        raise UsageError(f"{names[0]} is not in the batch; `held` shows what is")
-    if new not in view.state.buffer or new in decision.groups:
-        why = "is in the batch already" if new in decision.groups else "is not complete: `buffer` shows what is"
-        raise UsageError(f"{names[1]} {why}")
-    return TakeBatch(step=decision.step, groups=[new if group == old else group for group in decision.groups])
-
-
-def _on_new(view: View, decision: DispatchNew, names: list[str]) -> DispatchNew:
-    """`on REPLICA`."""
-    _expect(names, 1, 1, "on REPLICA")
-    return DispatchNew(worker=subjects.replica(view, names[0]).id)
-
-
-def _on_queued(view: View, decision: DispatchQueued, names: list[str]) -> DispatchQueued:
-    """`on REPLICA`."""
-    _expect(names, 1, 1, "on REPLICA")
-    return msgspec.structs.replace(decision, worker=subjects.replica(view, names[0]).id)
-
-
-def _pull(view: View, decision: RefreshReplica, names: list[str]) -> RefreshReplica:
-    """`pull VERSION`."""
-    _expect(names, 1, 1, "pull VERSION")
-    return RefreshReplica(worker=decision.worker, version=subjects.version(view, names[0]), source="relay")
-
-
-def _expect(names: list[str], fewest: int, most: int, usage: str) -> None:
-    if not fewest <= len(names) <= most:
-        raise UsageError(f"usage: edit NUMBER {usage}")
-
-
-Edit = Callable[..., AnyDecision]
-_EDITS: dict[type[AnyDecision], dict[str, Edit]] = {
-    Repack: {"drop": _drop, "send": _send},
-    TakeBatch: {"swap": _swap},
-    DispatchNew: {"on": _on_new},
-    DispatchQueued: {"on": _on_queued},
-    RefreshReplica: {"pull": _pull},
-}
-
 COMMANDS = (
     Command(
         name="hold",
@@ -375,23 +273,5 @@ COMMANDS = (
         takes="held",
         examples=(("skip 3", "decision 3"),),
         details="The facts are the same, so the same may be decided at the next event: hold the pass to keep it from that.",
-    ),
-    Command(
-        name="edit",
-        part="Step",
-        usage="edit NUMBER VERB NAME …",
-        summary="change a held decision; it goes on being held",
-        function=edit,
-        arguments=(2, 5),
-        takes="held",
-        examples=(
-            ("edit 3 drop r1", "repack: what was to move from rollout-1 stays"),
-            ("edit 3 drop r1 r2", "repack: only what was to move from there to rollout-2"),
-            ("edit 3 send r1 r4", "repack: all that moves from rollout-1 goes to rollout-4"),
-            ("edit 4 swap g7 g9", "sample: train g9 in the place of g7"),
-            ("edit 5 on r2", "dispatch: on another replica"),
-            ("edit 6 pull v11", "refresh: another version that its relay holds"),
-        ),
-        details="The core checks an edited decision like any other when it is applied: what does not fit is void.",
     ),
 )

@@ -50,4 +50,8 @@ def opened(run: Path | None, url: str | None) -> Live:
     """The run in a directory (default: the latest), or at a URL. Raises ConfigError if none is live there."""
     if url is not None:
         return Live(Address.of_url(url))
-    return Live(Address.of_run(rundir.reopen(run or rundir.latest(RUNS))))
+    directory = rundir.reopen(run or rundir.latest(RUNS))
+    try:
+        return Live(Address.of_run(directory))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --log {directory.path} looks at what is recorded of it") from error

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from laminar import wire
 from laminar.config import TaskConfig
 from laminar.errors import ProtocolError, StartError
 from laminar.ids import PromptId
+from laminar.tasks.reward_child import Child, Job
 from laminar.tasks.reward_wire import Ready, Unpacker, pack
 from laminar.tasks.reward_worker import judge
 from laminar.tasks.rewards import Reward, RewardFailure, RewardPool
@@ -284,3 +287,23 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_question_to_a_child_that_has_just_died_is_owed_like_the_others(tmp_path: Path) -> None:
+    """Under uvloop, as in a rollout worker: its pipes are closed before anybody has read to their end."""
+
+    async def ask_the_dead() -> None:
+        child = await Child.start(task(tmp_path))
+        process = child._process
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert process.stdin is not None
+        while "closed=True" not in repr(process.stdin.transport):  # noqa: ASYNC110 - uvloop tells nobody
+            await asyncio.sleep(0.001)
+        job = Job(number=1, prompt=PROMPT, response="length a", future=asyncio.get_running_loop().create_future())
+        child.ask(job)
+        await child.serve(lambda job, answer: None)
+        assert child.jobs == {1: job}
+        await child.kill()
+
+    uvloop.run(ask_the_dead())

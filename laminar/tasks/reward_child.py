@@ -127,8 +127,10 @@ class Child:
                 on_answer(job, message)
 
     def _write(self, message: Setup | Ask) -> None:
+        """What a child that has just died does not take is owed, like all else; uvloop raises RuntimeError for it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(pack(message))
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._process.stdin.write(pack(message))
 
     async def _read(self) -> bytes:
         assert self._process.stdout is not None

@@ -121,7 +121,7 @@ async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
         await pipe.drain()
         pipe.close()
         await pipe.wait_closed()
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, RuntimeError):  # the last is uvloop's, of one that has ended already
         return
 
 

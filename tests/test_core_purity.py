@@ -82,6 +82,14 @@ def test_commands_of_the_console_import_the_core_and_nothing_that_draws_or_drive
             assert own or any(is_of(name, package) for package in CORE_MAY_IMPORT), f"{path} imports {name}"
 
 
+def test_a_replay_needs_neither_workers_nor_array_libraries():
+    assert sources("replay")
+    for path in sources("replay"):
+        for name in imported(path):
+            assert not is_of(name, "laminar.workers"), f"{path} imports {name}"
+            assert name.split(".")[0] not in CONTROLLER_NEVER_IMPORTS, f"{path} imports {name}"
+
+
 def test_the_controller_names_no_array_library():
     assert sources("controller")
     for path in sources("controller"):

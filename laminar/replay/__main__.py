@@ -11,17 +11,29 @@ from typing import Any, NoReturn
 
 from laminar.controller import rundir
 from laminar.errors import LaminarError
+from laminar.replay.changes import parse
 from laminar.replay.playback import Playback
 from laminar.replay.recording import Life, Recording
 from laminar.replay.shadow import shadow
-from laminar.replay.show import name_of, plain_shadowing, plain_verdict, shadowed, told
+from laminar.replay.show import (
+    compared,
+    name_of,
+    plain_comparison,
+    plain_shadowing,
+    plain_verdict,
+    shadowed,
+    told,
+)
 from laminar.replay.verify import verify
+from laminar.replay.whatif import whatif
 
 EXIT_SAME, EXIT_DIVERGED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EPILOG = """examples:
   python -m laminar.replay runs/my-run                              (what was recorded)
   python -m laminar.replay runs/my-run --verify
   python -m laminar.replay runs/my-run --shadow mine.py:Freshest
+  python -m laminar.replay runs/my-run --whatif rollout.refresh_policy=continuous buffer.max_ready_groups=64
+  python -m laminar.replay runs/my-run --whatif replicas=4
 
 Exit status: 0 = done, and for --verify: no divergence; 1 = the present code decides otherwise; 2 = the log or the arguments cannot
 be used. Nothing is written to the run, which may be going on. docs/replay.md says what each can and cannot tell.
@@ -54,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _chosen(options: argparse.Namespace) -> Callable[[Recording, list[Life], argparse.Namespace], int]:
     if options.verify:
         return _verify
+    if options.whatif:
+        return _whatif
     return _shadow if options.shadow else _describe
 
 
@@ -79,11 +93,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="REF",
         help="what another sampler would have chosen at each batch: file.py:Class, pkg.mod:Class, or fifo",
     )
+    what.add_argument(
+        "--whatif",
+        metavar="KEY=VALUE",
+        nargs="+",
+        help="simulate it again as it was, and with these settings, replicas=N, faults=none, speed.trainer=2 or speed.rollout=2",
+    )
     parser.add_argument(
         "--boot", type=int, metavar="N", help="only the part of the run that this controller process belongs to"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.whatif and options.run is None and "=" not in options.whatif[-1]:
+        parser.error(f"name the run first: python -m laminar.replay {options.whatif[-1]} --whatif …")
+    return options
 
 
 # ---- what was recorded -------------------------------------------------------------------------------------
@@ -136,7 +159,7 @@ def _lines(life: Life, facts: dict[str, Any]) -> Iterator[str]:
         yield facts["left_out"]
 
 
-# ---- verify, shadow ----------------------------------------------------------------------------------------
+# ---- verify, shadow, what-if -------------------------------------------------------------------------------
 
 
 def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
@@ -153,6 +176,12 @@ def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace
 def _shadow(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
     found = shadow(recording, lives, options.shadow)
     print(json.dumps(plain_shadowing(found), indent=2) if options.json else shadowed(found))
+    return EXIT_SAME
+
+
+def _whatif(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
+    found = whatif(recording, parse(options.whatif), lives[-1])
+    print(json.dumps(plain_comparison(found), indent=2) if options.json else compared(found))
     return EXIT_SAME
 
 

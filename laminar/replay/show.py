@@ -7,6 +7,7 @@ from laminar.ids import format_id
 from laminar.replay.recording import Life
 from laminar.replay.shadow import Choice, Shadowing, Statistics
 from laminar.replay.verify import Verdict
+from laminar.replay.whatif import Comparison
 
 CHOICES_SHOWN = 40  # a screen; --json has all
 CANNOT = """\
@@ -123,3 +124,60 @@ def _summary(found: Shadowing) -> Iterator[str]:
     )
     if error := next((choice.error for choice in found.choices if choice.error), ""):
         yield f"the first failure: it {error}"
+
+
+# ---- what-if -----------------------------------------------------------------------------------------------
+
+FIGURES = {
+    "step_s": "seconds per train step",
+    "trained_tokens_per_s": "trained tokens/s",
+    "generated_tokens_per_s": "generated tokens/s",
+    "trainer_busy": "trainer busy, share",
+    "replicas_busy": "replicas busy, share",
+    "buffered_groups": "complete groups in the buffer, mean",
+    "staleness_mean": "staleness of what is trained, mean",
+    "staleness_max": "staleness of what is trained, largest",
+    "response_s": "seconds per response",
+    "moved": "trajectories moved",
+    "dropped": "trajectories dropped",
+}
+TELLS = """\
+Simulated are scheduling and time: the same core, the recorded lengths, costs and faults, in virtual time. That tells
+what a change does to throughput, waiting and staleness, as far as machines cost what they cost in this run; what
+differs by less than the error of the simulation as it was says nothing. It cannot tell what other batches would have
+taught: rewards, and how lengths go on, are the recorded ones. Prefill and whatever the machines did besides is in the
+costs as measured, also where the change would make it more or less."""
+
+
+def plain_comparison(found: Comparison) -> dict[str, Any]:
+    """For JSON. `error`: of the simulation as it was, a share of the real value; None = that is 0."""
+    error = {name: _relative(getattr(found.again, name), getattr(found.real, name)) for name in FIGURES}
+    runs = {"real": found.real._asdict(), "again": found.again._asdict(), "changed": found.changed._asdict()}
+    return {**runs, "error": error, "notes": found.notes, "tells": TELLS.replace("\n", " ")}
+
+
+def compared(found: Comparison) -> str:
+    """For people."""
+    lines = [f"{'':40}{'real':>12}{'simulated':>12}{'error':>9}{'changed':>12}{'effect':>9}"]
+    for name, text in FIGURES.items():
+        real, again, changed = (getattr(figures, name) for figures in (found.real, found.again, found.changed))
+        cells = [_short(real), _short(again), _percent(again, real), _short(changed), _percent(changed, again)]
+        lines.append(f"{text:40}{cells[0]:>12}{cells[1]:>12}{cells[2]:>9}{cells[3]:>12}{cells[4]:>9}")
+    lines.append(f"over {found.real.steps} train steps, of the changed run {found.changed.steps}")
+    notes = [f"left out: {note}" for note in found.notes]
+    return "\n".join([*lines, *notes, "", TELLS])
+
+
+def _relative(value: float, of: float) -> float | None:
+    return value / of - 1.0 if of else None
+
+
+def _percent(value: float, of: float) -> str:
+    relative = _relative(value, of)
+    return "–" if relative is None else f"{relative:+.1%}"
+
+
+def _short(value: float) -> str:
+    if isinstance(value, int) or value >= 1000.0:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value else "0"

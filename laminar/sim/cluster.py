@@ -7,8 +7,12 @@ Units: seconds, bytes, tokens, FLOPs; bandwidths in bytes/s. A cluster is immuta
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from laminar.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, Hardware, requests_memory_bound
+
+if TYPE_CHECKING:
+    from laminar.sim.decode import DecodeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ class Cluster:
     num_requests_max: int = 256
     """Concurrent requests of one replica (the paper's setting)."""
     gpus_per_host: int = 8
+    decode: "DecodeModel | None" = None
+    """Of a replica, as measured; None = by the formulas."""
 
     @property
     def num_replicas(self) -> int:

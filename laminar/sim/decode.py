@@ -71,6 +71,8 @@ class DecodeModel:
 
 def decode_model(cluster: Cluster) -> DecodeModel:
     """The coefficients of a cluster's replicas."""
+    if cluster.decode is not None:
+        return cluster.decode
     model, soft = cluster.model, cluster.software
     flops = model.tensor_parallel * cluster.hardware.peak_flops * soft.decode_flops_share
     return DecodeModel(

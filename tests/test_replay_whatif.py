@@ -1,0 +1,199 @@
+"""A recorded run simulated again: as it was it comes to what it came to; a change has the effect that it must have."""
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from laminar.controller import answers, schema
+from laminar.controller.eventlog import EventLog
+from laminar.core import actions, events
+from laminar.errors import ConfigError, LaminarError
+from laminar.replay import changes
+from laminar.replay.__main__ import main
+from laminar.replay.changes import Changes
+from laminar.replay.meter import TooShort
+from laminar.replay.rates import fitted
+from laminar.replay.recording import Recording
+from laminar.replay.whatif import Comparison, Recorded, record, simulated, whatif
+from laminar.sim.faults import FaultPlan
+from laminar.sim.measure import Measures
+from laminar.sim.scenario import Scenario
+from laminar.sim.workload import WORKLOADS
+from laminar.sim.world import World
+from tests.core_world import settings
+from tests.replay_world import RecordedWorld
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL: dict[str, Any] = {
+    "model": "7B", "gpus": 8, "split": (4, 4), "batch_groups": 12, "group_size": 4, "flush_s": 5.0, "iterations": 10,
+    "workload": replace(WORKLOADS["math"], median=600.0),
+}  # fmt: skip
+
+
+class LoggedWorld(World):
+    """A simulated run whose events are kept as a real one's are: its costs, unlike those, are known."""
+
+    log: list[tuple[Any, ...]]
+
+    def _handle(self, event: events.AnyEvent) -> list[actions.AnyAction]:
+        body = msgspec.msgpack.encode(event)
+        self.log.append((1, event.seq, event.at, type(event).__name__, body, schema.checksum(event.seq, body)))
+        return super()._handle(event)
+
+
+def run(directory: Path, **choices: Any) -> None:
+    """A recorded run in `directory`."""
+    scenario = Scenario(warmup=1, stops=False, **{**SMALL, **choices})
+    world = LoggedWorld(
+        settings=scenario.settings(scenario.cluster()), cluster=scenario.cluster(), workload=scenario.workload,
+        measures=Measures(warmup=1), flush_s=scenario.flush_s,
+    )  # fmt: skip
+    world.log = []
+    if scenario.faults.rates:
+        from laminar.sim.faults import inject
+
+        inject(world, scenario.faults, 1)
+    world.run()
+    keep(directory, world)
+
+
+def keep(directory: Path, world: LoggedWorld) -> None:
+    log = EventLog(directory / "run.db", 0.01)
+    boot = log.begin_boot(1.0, 1, "here", 0)
+    log.close()
+    with sqlite3.connect(directory / "run.db") as database:
+        database.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", world.log)
+        database.execute(*answers.beginning(boot, world.core.configured, b""))
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain")
+    run(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def recorded(plain: Path) -> Recorded:
+    with Recording(plain) as recording:
+        return record(recording)
+
+
+def test_a_run_simulated_as_it_was_comes_to_what_it_came_to(recorded: Recorded) -> None:
+    again, real = simulated(recorded, Changes()), recorded.real
+    assert again.steps == real.steps
+    for name in ("step_s", "trained_tokens_per_s", "generated_tokens_per_s"):
+        assert getattr(again, name) == pytest.approx(getattr(real, name), rel=0.15), name
+    assert again.trainer_busy == pytest.approx(real.trainer_busy, abs=0.1)
+    assert again.replicas_busy == pytest.approx(real.replicas_busy, abs=0.2)
+    assert again.staleness_mean == pytest.approx(real.staleness_mean, abs=0.5)
+
+
+def test_trajectories_have_their_recorded_lengths(recorded: Recorded) -> None:
+    again, real = simulated(recorded, Changes()), recorded.real
+    tokens = [figures.trained_tokens_per_s * figures.step_s for figures in (again, real)]
+    assert tokens[0] == pytest.approx(tokens[1], rel=0.05), "the same batches, or nearly so"
+
+
+@pytest.mark.parametrize(
+    ("words", "better"),
+    [
+        (["speed.rollout=2"], lambda new, old: new.step_s < 0.75 * old.step_s),
+        (["speed.rollout=0.5"], lambda new, old: new.step_s > 1.5 * old.step_s),
+        (["speed.trainer=0.02"], lambda new, old: new.trainer_busy > 0.8 and new.step_s > 1.5 * old.step_s),
+        (["replicas=8"], lambda new, old: new.replicas_busy < old.replicas_busy and new.step_s < old.step_s),
+        (["buffer.max_groups=12", "buffer.max_staleness=none"], lambda new, old: new.staleness_max < old.staleness_max),
+        (["repack.enabled=false"], lambda new, old: new.moved == 0 and old.moved > 0),
+    ],
+    ids=str,
+)
+def test_a_change_has_the_effect_that_it_must_have(recorded: Recorded, words: list[str], better: Any) -> None:
+    old, new = simulated(recorded, Changes()), simulated(recorded, changes.parse(words))
+    assert better(new, old), (old, new)
+
+
+def test_recorded_faults_happen_again_unless_they_are_left_out(tmp_path: Path) -> None:
+    plan = FaultPlan(rates=(("engine_crash", 30.0), ("trainer_crash", 4.0)), restart_s=40.0)
+    run(tmp_path, faults=plan, iterations=8)
+    with Recording(tmp_path) as recording:
+        recorded = record(recording)
+    kinds = [fault.kind for fault in recorded.rates.faults]
+    assert kinds.count("lost") > 2
+    assert all(39.0 < fault.seconds < 45.0 for fault in recorded.rates.faults if fault.kind == "lost" and fault.seconds)
+    again = simulated(recorded, Changes())
+    assert again.step_s == pytest.approx(recorded.real.step_s, rel=0.25)
+    assert simulated(recorded, changes.parse(["faults=none"])).step_s < again.step_s
+
+
+def test_a_comparison_is_printed_with_its_error_and_what_it_cannot_tell(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(plain), "--whatif", "speed.trainer=2"]) == 0
+    out = capsys.readouterr().out
+    assert "error" in out.splitlines()[0]
+    assert "It cannot tell what other batches would have taught" in " ".join(out.split())
+    assert main([str(plain), "--json", "--whatif", "speed.trainer=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"real", "again", "changed", "error", "notes", "tells"}
+    assert abs(found["error"]["step_s"]) < 0.15
+
+
+def test_the_comparison_is_of_the_run_the_simulated_run_and_the_changed_one(plain: Path) -> None:
+    with Recording(plain) as recording:
+        found: Comparison = whatif(recording, changes.parse(["speed.rollout=2"]))
+    assert found.real != found.again != found.changed
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rollout.refresh_policy", "expected key=value"),
+        ("rollout.refresh_polcy=continuous", "did you mean rollout.refresh_policy?"),
+        ("rollout.refresh_policy=sometimes", "rollout.refresh_policy=sometimes: invalid enum value"),
+        ("seed=3", "has no effect in a re-simulation"),
+        ("replicas=0", "a number from 1 to 8192 is expected"),
+        ("speed.trainer=fast", "a number from 0.001 to 1000 is expected"),
+        ("faults=some", "none or recorded is expected"),
+        ("repack.enabled=true", "to begin with it, give repack.interval_s"),
+        ("faults=recorded", "changes nothing"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_with_what_would_do(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        changes.parse([word])
+    assert message in str(caught.value)
+
+
+def test_settings_that_cannot_work_are_refused(recorded: Recorded) -> None:
+    with pytest.raises(LaminarError, match="these settings cannot work"):
+        simulated(recorded, changes.parse(["buffer.max_groups=2"]))
+
+
+async def test_a_run_of_too_few_steps_says_so(tmp_path: Path) -> None:
+    world = RecordedWorld(tmp_path, settings(), 1)
+    world.start("r0")
+    await world.close()
+    with Recording(tmp_path) as recording, pytest.raises(TooShort, match="0 train steps have ended, 3 are needed"):
+        whatif(recording, changes.parse(["replicas=2"]))
+    assert main([str(tmp_path), "--whatif", "replicas=2"]) == 2
+    with pytest.raises(SystemExit):
+        main(["--whatif", "replicas=2", str(tmp_path)])
+
+
+def test_costs_are_fitted_without_negative_parts() -> None:
+    first, second = [1.0, 2.0, 3.0, 5.0], [10.0, 5.0, 20.0, 1.0]
+    exact = [0.5 * x + 0.25 * y for x, y in zip(first, second, strict=True)]
+    assert fitted(first, second, exact) == pytest.approx((0.5, 0.25))
+    falling = [3.0 - 0.1 * y for y in second]
+    a, b = fitted([1.0] * 4, second, falling)
+    assert a >= 0.0
+    assert b == 0.0
+    assert fitted([1.0, 1.0], [2.0, 2.0], [4.0, 4.0])[0] * 2 == pytest.approx(8.0)

@@ -90,7 +90,7 @@ async def test_a_log_comes_in_pieces_and_each_row_once(world: World, monkeypatch
 @pytest.mark.parametrize(
     ("subjects", "shown"),
     [(("g1.2", "rollout-0"), False), (("t1.2",), False), (("rollout-0", "v3"), False), (("rollout-0",), True),
-     (("v3",), True), (("s3",), True), (("rollout-0", "rollout-1", "t1.2"), True), ((), True)],
+     (("v3",), True), (("s3",), True), (("rollout-0", "rollout-1", "t1.2"), False), ((), True)],
 )  # fmt: skip
 def test_the_journal_leaves_out_what_happens_to_each_sample_and_each_pull(
     subjects: tuple[str, ...], shown: bool

@@ -1,6 +1,7 @@
 """The list of what happened, for the page: alarms, and those rows of the core's story that are about the run as a whole.
 
-What happens to every group and trajectory, and that replicas pull, is left out: it would bury the rest, and the lanes show it.
+What happens to groups and trajectories, moves included, and that replicas pull, is left out: it would bury the rest, and the lanes
+show it.
 """
 
 import re
@@ -48,8 +49,8 @@ class Journal:
 
 
 def is_of_run(row: Row) -> bool:
-    """Whether it is neither about one group or trajectory, nor about a replica that pulls."""
-    if row.subjects and _OF_SAMPLES.fullmatch(row.subjects[0]):
+    """Whether it is neither about groups or trajectories, nor about a replica that pulls."""
+    if any(_OF_SAMPLES.fullmatch(subject) for subject in row.subjects):
         return False
     num_versions = sum(bool(_VERSION.fullmatch(subject)) for subject in row.subjects)
     return not (num_versions and num_versions < len(row.subjects))

@@ -7,7 +7,7 @@ import { colour, versionColour } from "./theme.js";
 const AXIS_HEIGHT = 34;
 const LANE_MAX = 30, LANE_MIN = 3, PLOT_HEIGHT = 560;
 const LABEL_MIN = 11; // lanes at least so high have their name beside them
-const ARCS_MAX = 500; // newest; more would be a blot
+const ARCS_MAX = 400; // newest; more would be a blot
 const TICKS_S = [5, 10, 15, 30, 60, 120, 300];
 const FONT = '500 11px Inter, system-ui, sans-serif';
 
@@ -44,7 +44,7 @@ export class LanesCanvas {
     const { lanes } = this.model.sections;
     this.num = lanes.length;
     this.height = Math.max(LANE_MIN, Math.min(LANE_MAX, Math.floor(PLOT_HEIGHT / this.num)));
-    this.gap = this.height >= 10 ? 4 : this.height > 5 ? 2 : 1;
+    this.gap = this.height >= 10 ? 4 : this.height > 5 ? 2 : this.height > 4 ? 1 : 0;
     Object.assign(this, { from, until, width, left: this.nameWidth(lanes), right: Math.max(200, width - 104) });
     this.drawAxis(size(this.axis, width, AXIS_HEIGHT));
     const context = size(this.plot, width, this.num * this.height);
@@ -68,7 +68,7 @@ export class LanesCanvas {
     const step = TICKS_S.find((candidate) => ((right - left) * candidate) / (until - from) > 74) ?? 300;
     context.textAlign = "center";
     for (let at = Math.ceil(from / step) * step; at < until; at += step) {
-      text(context, clock(at), this.x(at), 12, colour("muted"));
+      if (this.x(at) < right - 30) text(context, clock(at), this.x(at), 12, colour("muted"));
       fill(context, colour("line"), [[Math.round(this.x(at)), AXIS_HEIGHT - 4, 1, 4]]);
     }
     context.textAlign = "left";
@@ -123,7 +123,7 @@ export class LanesCanvas {
   place(lane, [start, end, activity, version], boxes, labels) {
     const begin = Math.max(this.left, this.x(start)), until = Math.min(this.right, this.x(end));
     if (until < begin || activity === GONE) return;
-    const [style, alpha, share] = look(activity, version);
+    const [style, alpha, share] = look(activity, version, this.height < LABEL_MIN);
     const whole = this.height - this.gap, high = Math.max(1, Math.round(whole * share));
     const x = Math.round(2 * begin) / 2, wide = Math.max(activity === SYNCING ? 1 : 0.5, until - begin);
     const y = this.topOf(lane) + this.gap / 2 + Math.floor((whole - high) / 2);
@@ -140,20 +140,23 @@ export class LanesCanvas {
   drawMoves(context) {
     context.strokeStyle = context.fillStyle = colour("ink");
     const shown = (this.past ?? this.model).moves.filter(([at]) => at > this.from && at < this.until).slice(-ARCS_MAX);
+    const faint = Math.min(0.7, 0.14 + 12 / (shown.length + 1)); // many arcs are a texture, few are to be followed
     for (const [at, source, destination, num] of shown) {
       const x = this.x(at), from = this.topOf(source) + this.height / 2, to = this.topOf(destination) + this.height / 2;
-      const bulge = Math.min(36, 6 + Math.abs(to - from) * 0.35);
-      context.globalAlpha = 0.7;
-      context.lineWidth = Math.min(3, 0.9 + Math.log10(num + 1) * 0.6);
+      const wide = Math.min(36, 6 + Math.abs(to - from) * 0.35), bulge = x + wide < this.right ? wide : -wide;
+      context.globalAlpha = faint;
+      context.lineWidth = Math.min(2.6, (0.5 + 0.7 * Math.log10(num + 1)) * (this.height < LABEL_MIN ? 0.6 : 1));
       context.beginPath();
       context.moveTo(x, from);
       context.bezierCurveTo(x + bulge, from, x + bulge, to, x, to);
       context.stroke();
+      if (this.height < LABEL_MIN) continue;
       context.globalAlpha = 1;
       context.beginPath();
-      context.arc(x, to, Math.min(2.5, this.height / 2), 0, 2 * Math.PI);
+      context.arc(x, to, 2.5, 0, 2 * Math.PI);
       context.fill();
     }
+    context.globalAlpha = 1;
   }
 
   drawNames(context, lanes) {
@@ -163,7 +166,7 @@ export class LanesCanvas {
     context.textAlign = "right";
     for (let place = 0; place < this.num; place += every) {
       const lane = this.model.order[place], [name] = lanes[lane];
-      text(context, name.length > 20 ? `…${name.slice(-19)}` : name, this.left - 10, this.topOf(lane) + this.height / 2 + 0.5, colour("muted"));
+      text(context, name.length > 20 ? `…${name.slice(-19)}` : name, this.left - 10, Math.max(6, this.topOf(lane) + this.height / 2 + 0.5), colour("muted"));
     }
   }
 
@@ -189,11 +192,11 @@ export class LanesCanvas {
   }
 }
 
-/** [colour, alpha, share of the lane's height] of an activity. */
-function look(activity, version) {
+/** [colour, alpha, share of the lane's height] of an activity; in a lane that is too low to be divided, paler instead of thinner. */
+function look(activity, version, isLow) {
   switch (activity) {
     case GENERATING: return [versionColour(version), 1, 1];
-    case DRAINING: return [versionColour(version), 1, 0.5];
+    case DRAINING: return isLow ? [versionColour(version), 0.6, 1] : [versionColour(version), 1, 0.5];
     case SYNCING: return [colour("ink"), 1, 1];
     case IDLE: return [colour("muted"), 0.55, 0.08];
     case STARTING:

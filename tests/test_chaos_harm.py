@@ -91,13 +91,22 @@ from laminar.chaos import disk, harm
 directory = Path(sys.argv[1]) / "run"
 with disk.small(directory, 2):
     (directory / "kept").write_text("before")
-    with harm.filled(directory, 4 << 20):
+    (directory / "large").write_bytes(bytes(1 << 19))
+
+    def has_room():
         try:
             (directory / "more").write_bytes(bytes(4096))
         except OSError as error:
             assert error.errno == errno.ENOSPC
-        else:
+            return False
+        return True
+
+    with harm.filled(directory, 4 << 20):
+        if has_room():
             sys.exit("there was room")
+        (directory / "large").unlink()
+        while has_room():
+            (directory / "more").unlink()
     (directory / "after").write_text("room again")
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=LIMIT_S)

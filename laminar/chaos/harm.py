@@ -24,6 +24,7 @@ SLICE_S = 0.1  # of a slowed process: short enough for links between relays, whi
 STOPPED_SHARE = 0.8
 SO_ATTACH_FILTER, BPF_RET, SYS_PIDFD_GETFD = 26, 0x06, 438  # Linux, the same on all its architectures but the oldest
 FILL_BYTES = (1 << 20, 512)  # in large pieces first; a tail smaller than the last fits nobody's page
+KEEP_FULL_S = 0.02  # a checkpoint that is deleted makes room for the rest of the fault
 LIMIT_S = 10.0
 FLIPPED_BYTES = 64
 
@@ -176,7 +177,8 @@ def _some(found: list[Connection], process: psutil.Process, port: int) -> list[C
 
 @contextlib.contextmanager
 def filled(directory: Path, quota_bytes: int) -> Iterator[None]:
-    """Not a byte is left on the directory's file system. Impossible if that would take more than the quota."""
+    """Not a byte is left on the directory's file system, nor of what is deleted meanwhile. Impossible if that would take more than
+    the quota."""
     space = os.statvfs(directory)
     free = space.f_bfree * space.f_frsize
     if free > quota_bytes:
@@ -184,24 +186,35 @@ def filled(directory: Path, quota_bytes: int) -> Iterator[None]:
             f"the file system of {directory} has {free >> 20} MiB free, and at most {quota_bytes >> 20} would be written to "
             "fill it: as root the run gets a small file system of its own; else raise --disk-quota-mib"
         )
-    filler = directory / "chaos-filler"
+    filler, over = directory / "chaos-filler", threading.Event()
     try:
         with filler.open("wb", buffering=0) as file:
-            for size in FILL_BYTES:
-                _write_until_full(file.fileno(), size)
-        yield
+            _write_until_full(file.fileno())
+            keeper = threading.Thread(target=_keep_full, args=(file.fileno(), over), name="keep the disk full")
+            keeper.start()
+            try:
+                yield
+            finally:
+                over.set()
+                keeper.join()
     finally:
         filler.unlink(missing_ok=True)
 
 
-def _write_until_full(descriptor: int, size: int) -> None:
-    zeros = bytes(size)
-    try:
-        while True:
-            os.write(descriptor, zeros)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+def _keep_full(descriptor: int, over: threading.Event) -> None:
+    while not over.wait(KEEP_FULL_S):
+        _write_until_full(descriptor)
+
+
+def _write_until_full(descriptor: int) -> None:
+    for size in FILL_BYTES:
+        zeros = bytes(size)
+        try:
+            while True:
+                os.write(descriptor, zeros)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 # ---- shared memory -----------------------------------------------------------------------------------------

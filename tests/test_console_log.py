@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from core_world import settings
 from replay_world import RecordedWorld
+from test_replay_whatif import run as simulated_run
 
 from laminar.console.__main__ import main
-from laminar.console.answers import Answer
+from laminar.console.answers import Answer, records
 from laminar.console.targets import log
 from laminar.core import explain
 
@@ -83,6 +84,22 @@ def test_nothing_can_be_changed(recorded: log.Recorded, line: str) -> None:
     assert recorded.ask(line).answer.error
     assert event(recorded) == before
     assert "a recorded one is what it was" in recorded.ask("pause repack").answer.error
+
+
+def test_a_what_if_has_the_recorded_run_beside_it_simulated_again_and_changed(tmp_path: Path) -> None:
+    simulated_run(tmp_path)
+    target = log.opened(tmp_path)
+    try:
+        answer = ask(target, "whatif set buffer.max_groups=12")
+        rows = {row["measure"]: row for row in records(answer.tables[0])}
+        assert rows["trained_tokens_per_s"]["again"] == pytest.approx(rows["trained_tokens_per_s"]["recorded"], rel=0.1)
+        assert rows["trained_tokens_per_s"]["changed"] < rows["trained_tokens_per_s"]["again"], (
+            "one batch is live, not four"
+        )
+        assert "did you mean buffer.max_groups?" in target.ask("whatif set buffer.max_group=1").answer.error
+        assert "the whole is simulated again" in target.ask("whatif drain r0").answer.error
+    finally:
+        target.close()
 
 
 def test_what_is_no_recorded_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

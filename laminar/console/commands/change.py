@@ -269,8 +269,7 @@ COMMANDS = (
         usage="whatif CHANGE [for SECONDS | for N steps]",
         summary="carry a change out on a copy, simulate both forward, and compare",
         arguments=(1, 16),
-        only=("sim",),
-        elsewhere="simulate such a cluster with `--sim`, and try it there",
+        elsewhere="attach by the run's directory, whose log it is made of",
         takes="set drain join",
         examples=(
             ("whatif set repack.interval_s=2 for 600", "the next ten minutes with more frequent checks"),
@@ -278,6 +277,7 @@ COMMANDS = (
             ("whatif drain r3", "one replica less"),
             ("whatif join", "one more"),
         ),
-        details="CHANGE is any command of `Change`. Nothing is changed in the run itself.",
+        details="Simulated: CHANGE is any command of `Change`, from here on. Live and recorded: the whole run is simulated again, "
+        "with the rates in its log, as it was and as if it had begun with other settings: only `set`. The run is never changed.",
     ),
 )

@@ -4,11 +4,15 @@ from pathlib import Path
 
 import msgspec
 
+from laminar.console.commands import COMMANDS
+from laminar.console.language import Language, UsageError, split
 from laminar.console.place import Reply
+from laminar.console.targets import refit
 from laminar.console.view import Target
 from laminar.controller import asking, rundir
 from laminar.controller.asking import Address
 from laminar.errors import ConfigError
+from laminar.replay.recording import Recording
 
 RUNS = Path("runs")
 
@@ -20,13 +24,26 @@ class Live:
 
     def __init__(self, address: Address) -> None:
         """Raises ConfigError if nobody answers there."""
-        self._address = address
+        self._address, self._language = address, Language(COMMANDS)
         self.title = address.run.name if address.run else address.url.partition("://")[2]
         self.look()
 
     def ask(self, line: str) -> Reply:
-        """Raises ConfigError if nobody answers."""
+        """Raises ConfigError if nobody answers. A what-if is worked out here, from the run's log."""
+        words = split(line)
+        if words and self._address.run is not None and self._is_whatif(words[0]):
+            command = self._language.commands["whatif"]
+            if not command.arguments[0] <= len(words) - 1 <= command.arguments[1]:
+                raise UsageError(f"usage: {command.usage}; `help whatif` has examples")
+            with Recording(self._address.run.path) as recording:
+                return msgspec.structs.replace(self.look(), answer=refit.answer(recording, words[1:]))
         return self._reply("POST", msgspec.json.encode({"line": line}))
+
+    def _is_whatif(self, word: str) -> bool:
+        try:
+            return self._language.find(word).name == "whatif"
+        except UsageError:
+            return False
 
     def look(self) -> Reply:
         """Only where the run is."""

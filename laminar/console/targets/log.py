@@ -11,6 +11,7 @@ from laminar.console.commands import COMMANDS
 from laminar.console.language import Function, Language
 from laminar.console.place import Reply, reply
 from laminar.console.stepping import Stepper
+from laminar.console.targets import refit
 from laminar.console.view import Target, View
 from laminar.core.engine import Core
 from laminar.replay.playback import Playback
@@ -67,7 +68,8 @@ class Recorded:
         self._language = Language(COMMANDS, self._functions())
 
     def _functions(self) -> Mapping[str, Function]:
-        return Stepper(self._track, self.kind).functions()
+        whatif = {"whatif": lambda view, words: refit.answer(self._recording, words)}
+        return {**Stepper(self._track, self.kind).functions(), **whatif}
 
     @property
     def core(self) -> Core:

@@ -6,6 +6,7 @@ import { NONE, integer, number, percent } from "./format.js";
 import * as theme from "./theme.js";
 
 const HEIGHT = 132;
+const CURVES_AT_ONCE = 3; // made in one go
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // steps between ticks of steps
 // Of each: title, [metric, name, colour] …, how a value is written.
 const CURVES = [
@@ -41,20 +42,25 @@ export class Curves {
   update(changed) {
     if (!changed.has("steps") && !changed.has("metric_names")) return;
     this.empty.hidden = this.model.steps.length > 0;
-    if (!this.curves.length && this.model.steps.length) this.build();
+    if (!this.model.steps.length) return false;
+    this.build();
     for (const curve of this.curves) curve.show(this.model);
+    return this.curves.length < CURVES.length; // the rest with the next frame
   }
 
+  /** Some more of them, as long as not all are there. */
   build() {
-    this.curves = CURVES.map(([title, series, write]) => new Curve(title, series, write, this.sync.key));
-    by("curves").append(...this.curves.map((curve) => curve.figure));
-    this.resize();
+    const missing = CURVES.slice(this.curves.length, this.curves.length + CURVES_AT_ONCE);
+    const made = missing.map(([title, series, write]) => new Curve(title, series, write, this.sync.key));
+    by("curves").append(...made.map((curve) => curve.figure));
+    this.curves.push(...made);
+    for (const curve of made) curve.resize();
   }
 
   rebuild() {
     for (const curve of this.curves) curve.remove();
     this.curves = [];
-    this.update(new Set(["steps"]));
+    while (this.update(new Set(["steps"])));
   }
 
   resize() {

@@ -18,6 +18,7 @@ const COLUMNS = [
   ["restarts", true, (r) => integer(r.restarts), (r) => r.restarts],
 ];
 const ROUND_S = 1; // "for" moves on so often
+const ROWS_AT_ONCE = 64; // made in one go
 
 export class Fleet {
   constructor(model) {
@@ -41,11 +42,13 @@ export class Fleet {
     const { lanes, fleet } = this.model.sections;
     const now = this.model.at;
     const records = lanes.map((_, lane) => record(lane, this.model.place[lane], lanes, fleet, now));
-    while (this.rows.length < records.length) this.add();
-    records.forEach((r, lane) => this.show(this.rows[lane], r));
+    const wanted = Math.min(records.length, this.rows.length + ROWS_AT_ONCE);
+    while (this.rows.length < wanted) this.add();
+    this.rows.forEach((row, lane) => this.show(row, records[lane]));
     this.records = records;
     this.summarize(records);
     if (this.sorted || this.filter || changed.has("lanes")) this.arrange();
+    return this.rows.length < records.length; // the rest with the next frame
   }
 
   add() {
@@ -96,7 +99,7 @@ export class Fleet {
   /** Rows in the order that is wanted; nothing is touched that is in place. */
   arrange() {
     const by = COLUMNS[this.sorted][3], sign = this.descending ? -1 : 1;
-    const order = (this.records ?? []).toSorted((a, b) => sign * (by(a) - by(b)) || a.place - b.place);
+    const order = (this.records ?? []).slice(0, this.rows.length).toSorted((a, b) => sign * (by(a) - by(b)) || a.place - b.place);
     order.forEach((r, place) => {
       const { node } = this.rows[r.lane];
       node.hidden = !`${r.name} ${r.state} ${r.version}`.toLowerCase().includes(this.filter);

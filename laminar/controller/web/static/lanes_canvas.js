@@ -160,7 +160,7 @@ export class LanesCanvas {
   }
 
   drawNames(context, lanes) {
-    const every = Math.ceil(LABEL_MIN / this.height);
+    const every = this.height < LABEL_MIN ? Math.ceil((LABEL_MIN + 2) / this.height) : 1;
     context.font = FONT;
     context.textBaseline = "middle";
     context.textAlign = "right";
@@ -198,7 +198,7 @@ function look(activity, version, isLow) {
     case GENERATING: return [versionColour(version), 1, 1];
     case DRAINING: return isLow ? [versionColour(version), 0.6, 1] : [versionColour(version), 1, 0.5];
     case SYNCING: return [colour("ink"), 1, 1];
-    case IDLE: return [colour("muted"), 0.55, 0.08];
+    case IDLE: return [colour("muted"), isLow ? 0.28 : 0.55, 0.08];
     case STARTING:
     case EVALUATING: return [colour("muted"), 0.4, 0.4];
     case SUSPECT:

@@ -18,15 +18,16 @@ import { Journal } from "./journal.js";
 import { Detail } from "./detail.js";
 
 const model = new Model();
+const BUDGET_MS = 25; // of one draw; what is left comes with the next frame of the screen
 let views = [];
-let changed = new Set();
+let due = new Map(); // view -> names of what has changed since it was drawn
 let isDue = false;
 let isOpen = false;
 
 const stream = new Stream({
   opened() {
     model.clear();
-    changed = new Set();
+    due = new Map();
     isOpen = true;
     show("page");
     if (!views.length) views = [Masthead, Figures, Lanes, Curves, Histograms, Fleet, Samples, Relays, Ledger, Journal, Detail].map((view) => new view(model));
@@ -34,9 +35,9 @@ const stream = new Stream({
     document.body.classList.remove("lost");
   },
   heard(frame) {
-    for (const name of model.apply(frame)) changed.add(name);
-    if (!isDue) requestAnimationFrame(draw);
-    isDue = true;
+    const changed = model.apply(frame);
+    for (const view of views) due.set(view, new Set([...(due.get(view) ?? []), ...changed]));
+    request();
   },
   lost(pause) {
     isOpen = false;
@@ -52,15 +53,23 @@ const stream = new Stream({
   },
 });
 
-/** Bring everything up to date that has changed since the last time. */
+function request() {
+  if (!isDue) requestAnimationFrame(draw);
+  isDue = true;
+}
+
+/** Bring views up to date, for as long as one may hold up the page; a view says whether it has more to do. */
 function draw() {
   isDue = false;
   if (!isOpen) return;
   const began = performance.now();
-  const now = changed;
-  changed = new Set();
   say(by("connection"), "live");
-  for (const view of views) view.update(now);
+  for (const [view, changed] of due) {
+    due.delete(view); // at the end again if there is more: the others take their turns
+    if (view.update(changed)) due.set(view, changed);
+    if (performance.now() - began > BUDGET_MS) break;
+  }
+  if (due.size) request();
   performance.measure("laminar:update", { start: began, detail: { at: model.at } }); // for scripts/bench_dashboard.py
 }
 

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from laminar.controller import answers
-from laminar.core import dispatch, engine, fleet, passes
+from laminar.controller.eventlog import EventLog
+from laminar.controller.recovery import Snapshot
+from laminar.controller.schema import checksum
+from laminar.core import dispatch, engine, fleet, passes, snapshot
 from laminar.core.decisions import DispatchNew
 from laminar.core.turn import Turn
 from laminar.replay.__main__ import main
@@ -122,6 +126,39 @@ async def test_a_state_that_differs_while_the_answers_do_not_is_found_where_one_
     divergence = verified(tmp_path).divergence
     assert divergence is not None
     assert divergence.what[0].startswith("the same answer, another state: state.replicas.r2.kv_previous was 0, is 7")
+
+
+async def test_whole_numbers_of_a_live_state_are_those_of_a_restored_one(tmp_path: Path) -> None:
+    await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as database:
+        for seq, body in database.execute("SELECT seq, body FROM snapshots WHERE seq > 20").fetchall():
+            kept = msgspec.msgpack.decode(body, type=Snapshot)
+            restored = snapshot.encode(snapshot.decode(kept.core))
+            body = msgspec.msgpack.encode(msgspec.structs.replace(kept, core=msgspec.Raw(restored)))
+            database.execute("UPDATE snapshots SET body = ?, crc = ? WHERE seq = ?", (body, checksum(seq, body), seq))
+    database.close()
+    assert verified(tmp_path).divergence is None
+
+
+async def test_the_order_of_what_a_state_has_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await record(tmp_path)
+
+    def turned(turn: Turn, event: Any) -> None:
+        engine._on_step_finished(turn, event)
+        turn.state.replicas = dict(reversed(turn.state.replicas.items()))
+
+    monkeypatch.setitem(engine._HANDLERS, engine.events.StepFinished, turned)
+    divergence = verified(tmp_path).divergence
+    assert divergence is not None
+    assert "state.replicas had the order r1, r2, has r2, r1" in divergence.what[0]
+
+
+async def test_a_controller_that_heard_nothing_has_nothing_to_compare(tmp_path: Path) -> None:
+    await record(tmp_path)
+    EventLog(tmp_path / "run.db", 0.01).begin_boot(1.0, 1, "here", 0)
+    with Recording(tmp_path) as recording:
+        verdicts = verify(recording, recording.lives)
+    assert [(verdict.unusable, verdict.num_events > 0) for verdict in verdicts] == [("", True), ("", False)]
 
 
 async def test_a_core_that_raises_now_and_did_not_then_diverges(

@@ -61,6 +61,8 @@ def verify(recording: Recording, lives: list[Life], events_max: int = 0) -> list
 
 
 def _verify(recording: Recording, life: Life, events_max: int) -> Verdict:
+    if recording.last(life)[1] == 0:
+        return Verdict(life, 0, 0, 0, None, "", ["it heard nothing: there is nothing to compare"])
     try:
         playback = Playback(recording, life)
     except LaminarError as error:
@@ -71,7 +73,7 @@ def _verify(recording: Recording, life: Life, events_max: int) -> Verdict:
     notes = [playback.left_out, playback.cut and f"{playback.cut}: what follows is left out", *comparison.notes()]
     if events_max and playback.seq - begun >= events_max and playback.next_event is not None:
         notes.append(f"compared up to event {playback.seq} of {playback.last_seq}")
-    nothing = not (comparison.num_answers or comparison.num_states or divergence)
+    nothing = not (comparison.knows_answers or comparison.num_states or divergence)
     unusable = "there is nothing to compare with: neither answers nor states were recorded" if nothing else ""
     done = playback.seq - begun - (divergence is not None and divergence.seq == playback.seq)
     return Verdict(
@@ -87,6 +89,8 @@ class _Comparison:
         self._boots = {boot.number: boot for boot in playback.life.boots}
         rows = recording.query("SELECT boot, seq FROM snapshots WHERE boot BETWEEN ? AND ?", *playback.life.span)
         self._states = {(boot, seq) for boot, seq in rows}
+        self.knows_answers = False
+        """Of some event; also that there were none."""
         self.num_answers = self.num_states = 0
         self._damaged: list[int] = []
         self._crashed = False
@@ -118,6 +122,7 @@ class _Comparison:
     def _difference(self, step: Step) -> list[str]:
         core = self._playback.core
         if self._boots[step.boot].code is not None:
+            self.knows_answers = True
             now = answers.answer(core.state, step.actions, step.num_decisions)
             if now != step.answer:
                 return _between(step.answer.split(), now.split(), step.actions)
@@ -134,15 +139,21 @@ class _Comparison:
         if checksum(seq, body) != crc:
             self._damaged.append(seq)
             return []
+        now = self._playback.core.snapshot()
         try:
-            then = snapshot.decode(msgspec.msgpack.decode(body, type=Snapshot).core)
+            then = bytes(msgspec.msgpack.decode(body, type=Snapshot).core)
+            self.num_states += 1
+            if then == now:
+                return []
+            states = (
+                snapshot.decode(then),
+                snapshot.decode(now),
+            )  # one may have been restored before: 1 and 1.0 are the same
         except msgspec.MsgspecError as error:
             return [f"the state that was kept is not one of this Laminar: {error}"]
-        self.num_states += 1
-        now = self._playback.core.state
-        if snapshot.encode(then) == snapshot.encode(now):
+        if snapshot.encode(states[0]) == snapshot.encode(states[1]):
             return []
-        return [f"the same answer, another state: {_first_difference(_plain(then), _plain(now))}"]
+        return [f"the same answer, another state: {_first_difference(*map(_plain, states))}"]
 
     def _raised(self, error: ReplayError) -> Divergence | None:
         event = self._playback.refused
@@ -208,14 +219,22 @@ def _plain(value: Any) -> Any:
 
 
 def _first_difference(then: Any, now: Any, path: str = "state") -> str:
-    """Where two plain values differ first, by path."""
+    """Where two plain values differ first, by path. The order of keys counts: decisions depend on it."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*then, *(key for key in now if key not in then)]:
-            if then.get(key) != now.get(key):
+            if key not in then or key not in now or _differ(then[key], now[key]):
                 return _first_difference(then.get(key), now.get(key), f"{path}.{key}")
-        return f"{path}: the same in another order"
+        return f"{path} had the order {_keys(then)}, has {_keys(now)}"
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for at, (a, b) in enumerate(zip(then, now, strict=True)):
-            if a != b:
+            if _differ(a, b):
                 return _first_difference(a, b, f"{path}[{at}]")
     return f"{path} was {str(then)[:SHOWN_CHARACTERS_MAX]}, is {str(now)[:SHOWN_CHARACTERS_MAX]}"
+
+
+def _differ(then: Any, now: Any) -> bool:
+    return msgspec.msgpack.encode(then) != msgspec.msgpack.encode(now)
+
+
+def _keys(value: dict[str, Any]) -> str:
+    return ", ".join(value)[:SHOWN_CHARACTERS_MAX]

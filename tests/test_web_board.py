@@ -70,6 +70,17 @@ async def test_what_is_told_is_what_the_core_has(world: World) -> None:
     assert sorted(group[0] for group in told["samples"]) == sorted(story.group(group) for group in complete)
 
 
+async def test_a_page_that_is_told_while_the_controller_looks_misses_nothing(world: World) -> None:
+    world.start("r0")
+    board, cursor, known = world.dashboard._board, Cursor(), {}
+    looking = asyncio.create_task(board.refresh())
+    while not looking.done():
+        known |= json.loads(board.frame(cursor, world.at)[0])["sections"]
+        await asyncio.sleep(0)
+    known |= json.loads(board.frame(cursor, world.at)[0])["sections"]
+    assert known == json.loads(board.frame(Cursor(), world.at)[0])["sections"]
+
+
 async def test_a_log_comes_in_pieces_and_each_row_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "ROWS_AT_ONCE", 2)
     world.start("r0")

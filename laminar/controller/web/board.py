@@ -38,7 +38,7 @@ class Cursor:
     """What one page knows."""
 
     def __init__(self) -> None:
-        self.tick = -1
+        self.change = 0
         """Sections that changed later are new to it."""
         self.rows: dict[str, int] = {}
         """Log -> number of the row that it is to be told next."""
@@ -51,10 +51,11 @@ class Board:
         self, core: Core, telemetry: Telemetry, lanes: Lanes, journal: Journal, busy: Mapping[WorkerId, float]
     ) -> None:
         self._core, self._telemetry, self._lanes, self._busy = core, telemetry, lanes, busy
-        self.tick = 0
         self.tokens_per_s = 0.0
         self._sections: dict[str, tuple[int, bytes]] = {}
-        """Name -> (tick at which it changed, JSON)."""
+        """Name -> (number of its last change, JSON)."""
+        self._num_changes = 0
+        """Of all sections: a page may be told of some before others are looked at."""
         self.steps: Kept[Step] = Kept(STEPS_KEPT)
         self._num_steps = 0
         """Steps of the telemetry that are taken."""
@@ -71,11 +72,11 @@ class Board:
         data = msgspec.json.encode(value)
         known = self._sections.get(name)
         if known is None or known[1] != data:
-            self._sections[name] = (self.tick, data)
+            self._num_changes += 1
+            self._sections[name] = (self._num_changes, data)
 
     async def refresh(self) -> None:
         """Look at everything, a little in each turn of the event loop."""
-        self.tick += 1
         for part in (self._refresh_progress, self._refresh_buffer, self._refresh_fleet, self._refresh_rest):
             await part()
             await asyncio.sleep(0)
@@ -89,8 +90,8 @@ class Board:
                 logs[name] = rows
             cursor.rows[name] = first + len(rows)
             more |= cursor.rows[name] < log.end
-        changed = {name: msgspec.Raw(data) for name, (tick, data) in self._sections.items() if tick > cursor.tick}
-        cursor.tick = self.tick
+        changed = {name: msgspec.Raw(data) for name, (change, data) in self._sections.items() if change > cursor.change}
+        cursor.change = self._num_changes
         return msgspec.json.encode({"at": round(at, 3), "sections": changed, "logs": logs}), more
 
     # ---- parts ---------------------------------------------------------------------------------------------

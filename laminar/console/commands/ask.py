@@ -103,7 +103,7 @@ def _held_plan(view: View, waiting: HeldDecision) -> Answer:
     ]
     facts: dict[str, Cell] = {"policy": view.settings.repack_policy, "held_s": view.since_s(waiting.held_at)}
     tables = [
-        table("as the check saw them", "replica version requests kv_tokens why", rows),
+        table("the replicas now, and what the check said of them", "replica version requests kv_tokens why", rows),
         held.detail(view, waiting.decision),
     ]
     lines = [held.then(waiting.id), "`plan now`: what a check would decide now"]

@@ -171,7 +171,7 @@ def go_on(view: View, words: list[str]) -> Change:
         paused = [name for name, hold in view.state.holds.items() if hold.mode == "pause"]
         then = f"`resume` lets {listed(paused)} go" if paused else "it goes on"
         raise UsageError(f"nothing waits at a breakpoint or at `hold`: {then}")
-    return Change(events=changes, lines=[f"applied: {in_words(h.decision)}" for h in view.state.held.values()])
+    return Change(events=changes, lines=[f"let go: {in_words(h.decision)}" for h in view.state.held.values()])
 
 
 def continuing(state: State) -> list[events.AnyEvent]:

@@ -23,6 +23,20 @@ pytestmark = [
 
 MARKUP = "<script>window.broken=1</script><img src=x onerror='window.broken=1'><b>bold</b>"
 
+LATE_ANSWER = """(address) => {
+  const ask = window.fetch;
+  history.replaceState(null, '', address);  // as in the moment before the page hears of it
+  window.fetch = async (path, options) => {
+    const answer = await ask(path, options);
+    if (!path.includes('/replica/')) return answer;
+    dispatchEvent(new HashChangeEvent('hashchange'));
+    while (!document.getElementById('detail').innerText.includes('Siblings')) await new Promise(requestAnimationFrame);
+    setTimeout(() => { window.wasLate = true; }, 200);
+    return answer;
+  };
+}"""
+"""What was asked of a replica is answered when a group has been opened since."""
+
 SHOWN = """JSON.stringify({
   step: document.querySelector('[data-figure="step"]').innerText,
   buffer: document.querySelector('[data-figure="buffer"]').innerText.split(' /')[0],
@@ -92,6 +106,11 @@ async def test_it_shows_what_the_core_has_as_it_changes_and_text_as_text(tmp_pat
         await page.ask(f"location.hash = '#trajectory/t{format_id(group.trajectories[0])}'")
         await page.until("document.querySelector('#detail .tokens')?.innerText === 'ef<eos>'")
         assert await page.ask("document.querySelector('#detail .tokens span').className") == "p1"
+        await page.ask("location.hash = '#replica/r1'")
+        await page.until("document.getElementById('detail').innerText.includes('What it has')")
+        await page.ask(f"void ({LATE_ANSWER})('#group/g{format_id(group.id)}')")
+        await page.until("window.wasLate")
+        assert "Siblings" in await page.text("#detail")
         assert await page.ask("window.broken ?? 0") == 0
         assert page.console == []
 

@@ -14,6 +14,7 @@ export class Detail {
     this.node = by("detail");
     this.last = null; // what had the focus before
     this.timer = null;
+    this.opened = 0; // so often something was opened: an answer to an earlier question is not shown
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !this.node.hidden) this.close();
@@ -25,8 +26,9 @@ export class Detail {
 
   open() {
     const [, kind, id] = /^#(replica|group|trajectory)\/(.+)$/.exec(location.hash) ?? [];
-    clearTimeout(this.timer);
     if (!kind) return this.hide();
+    clearTimeout(this.timer);
+    this.opened += 1;
     if (this.node.hidden) this.last = document.activeElement;
     this.node.hidden = false;
     this.body = el("div", { class: "detail-body" }, el("p", { class: "empty" }, "looking it up"));
@@ -34,7 +36,7 @@ export class Detail {
     this.node.replaceChildren(el("div", { class: "heading" }, title, el("button", { type: "button", click: () => this.close() }, "Close")), this.body);
     this.node.focus();
     this.from = 0; // first token shown
-    this.look(kind, id);
+    this.look(kind, id, this.opened);
   }
 
   close() {
@@ -44,23 +46,23 @@ export class Detail {
 
   hide() {
     clearTimeout(this.timer);
+    this.opened += 1;
     this.node.hidden = true;
     this.last?.focus();
     this.last = null;
   }
 
-  async look(kind, id) {
-    const asked = location.hash;
+  async look(kind, id, opened) {
     const [answer, told] = await ask(`/v1/dashboard/${kind}/${id}?from=${this.from}`);
-    if (asked !== location.hash || this.node.hidden) return;
+    if (opened !== this.opened) return;
     const show = (from) => {
       this.from = from;
       this.node.focus();
       clearTimeout(this.timer);
-      this.look(kind, id);
+      this.look(kind, id, opened);
     };
     if (!this.isBeingRead()) this.body.replaceChildren(...(told ? KINDS[kind](answer, show) : [el("p", { class: "error" }, answer.error)]));
-    if (!told || answer.live) this.timer = setTimeout(() => this.look(kind, id), AGAIN_MS);
+    if (!told || answer.live) this.timer = setTimeout(() => this.look(kind, id, opened), AGAIN_MS);
   }
 
   /** Text that somebody marks, or an opened part, is left alone. */

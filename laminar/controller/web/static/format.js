@@ -6,7 +6,13 @@ export const NONE = "–";
 export const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
 export const integer = (value) => (known(value) ? integers.format(value) : NONE);
-export const percent = (value) => (known(value) ? `${Math.round(100 * value)} %` : NONE);
+
+/** Whole, below one with one digit. */
+export function percent(value) {
+  if (!known(value)) return NONE;
+  const share = 100 * value;
+  return `${share !== 0 && Math.abs(share) < 1 ? Number(share.toPrecision(1)) : Math.round(share)} %`;
+}
 
 /** Three significant digits, without an exponent where one can do without. */
 export function number(value) {

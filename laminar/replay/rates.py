@@ -10,11 +10,12 @@ Costs are linear in what they are over, fitted by least squares with no negative
 from array import array
 from collections.abc import Callable
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from laminar.core import actions, events
 from laminar.core.engine import Core
 from laminar.ids import BOOT_SHIFT, TrajectoryId, WorkerId
+from laminar.replay.meter import WARMUP_SHARE
 from laminar.sim.decode import DecodeModel
 from laminar.sim.measured import Costs
 
@@ -285,36 +286,46 @@ class Rates:
     @property
     def checkpoint_s(self) -> float:
         """How long a checkpoint is being written."""
-        return fmean(self._saves_s) if self._saves_s else 0.0
+        return _mean(self._saves_s)
 
     def costs(self) -> Costs | None:
-        """None = nothing was generated, or nothing trained."""
-        if not (self._intervals and self._trained):
+        """After the warm-up, as the figures are. None = nothing was generated, or nothing trained."""
+        trained = settled(self._trained)
+        if not (self._intervals and trained):
             return None
-        step_s, token_s = fitted([1.0] * len(self._trained), [float(t) for _, t in self._trained], self._step_seconds())
+        seconds = [max(0.0, seconds) for seconds, _ in trained]
+        step_s, token_s = fitted([1.0] * len(trained), [float(tokens) for _, tokens in trained], seconds)
         return Costs(
-            decode=self._decode(),
+            decode=_decode(settled(self._intervals)),
             step_s=step_s,
             token_s=token_s,
-            publish_s=fmean(self._publish_s) if self._publish_s else 0.0,
-            pull_s=fmean(self._pulls_s) if self._pulls_s else 0.0,
-            spread_s=fmean(self._spread_s) if self._spread_s else 0.0,
+            publish_s=_mean(settled(self._publish_s)),
+            pull_s=_mean(settled(self._pulls_s)),
+            spread_s=_mean(settled(self._spread_s)),
             version_bytes=self._version_bytes,
         )
 
-    def _step_seconds(self) -> list[float]:
-        return [max(0.0, seconds) for seconds, _ in self._trained]
 
-    def _decode(self) -> DecodeModel:
-        """Seconds over steps and requests (compute), or over steps and KV tokens (memory), whichever explains more."""
-        seconds = [i.seconds for i in self._intervals]
-        steps = [i.steps for i in self._intervals]
-        by_request = fitted(steps, [i.tokens for i in self._intervals], seconds)
-        by_kv = fitted(steps, [i.kv_steps for i in self._intervals], seconds)
-        error = _error(by_request, steps, [i.tokens for i in self._intervals], seconds)
-        if error <= _error(by_kv, steps, [i.kv_steps for i in self._intervals], seconds):
-            return DecodeModel(weights_s=0.0, kv_s=0.0, flops_s=by_request[1], overhead_s=by_request[0])
-        return DecodeModel(weights_s=0.0, kv_s=by_kv[1], flops_s=0.0, overhead_s=by_kv[0])
+T = TypeVar("T")
+
+
+def settled(values: list[T]) -> list[T]:
+    """Without the first ones, while files, caches and compilers warm up."""
+    return values[len(values) // WARMUP_SHARE :]
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _decode(intervals: list[Interval]) -> DecodeModel:
+    """Seconds over steps and requests (compute), or over steps and KV tokens (memory), whichever explains more."""
+    seconds, steps = [i.seconds for i in intervals], [i.steps for i in intervals]
+    tokens, kv_steps = [i.tokens for i in intervals], [i.kv_steps for i in intervals]
+    by_request, by_kv = fitted(steps, tokens, seconds), fitted(steps, kv_steps, seconds)
+    if _error(by_request, steps, tokens, seconds) <= _error(by_kv, steps, kv_steps, seconds):
+        return DecodeModel(weights_s=0.0, kv_s=0.0, flops_s=by_request[1], overhead_s=by_request[0])
+    return DecodeModel(weights_s=0.0, kv_s=by_kv[1], flops_s=0.0, overhead_s=by_kv[0])
 
 
 def fitted(first: list[float], second: list[float], seconds: list[float]) -> tuple[float, float]:

@@ -112,7 +112,7 @@ def test_trajectories_have_their_recorded_lengths(recorded: Recorded) -> None:
         (["buffer.max_groups=12", "buffer.max_staleness=none"], lambda new, old: new.staleness_max < old.staleness_max),
         (["repack.enabled=false"], lambda new, old: new.moved == 0 and old.moved > 0),
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_change_has_the_effect_that_it_must_have(recorded: Recorded, words: list[str], better: Any) -> None:
     old, new = simulated(recorded, Changes()), simulated(recorded, changes.parse(words))

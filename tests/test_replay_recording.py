@@ -1,5 +1,6 @@
 """A run's log, read again: every event of every life, forward and back, also of runs that go on, were killed, or lost a part."""
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -98,6 +99,16 @@ async def test_a_run_that_went_on_from_a_checkpoint_has_two_lives(tmp_path: Path
         assert recording.life(1) == recording.lives[0]
         with pytest.raises(RecordingError, match=r"has no boot 3; it has 1, 2"):
             recording.life(3)
+
+
+async def test_nothing_is_left_beside_a_run_that_has_ended(tmp_path: Path) -> None:
+    world = await record(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    with Recording(tmp_path) as recording:
+        replay = Playback(recording)
+        replay.seek(10**9)
+        assert replay.seq == world.seq
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 async def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:

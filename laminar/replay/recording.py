@@ -271,24 +271,18 @@ class Recording:
 def _opened(path: Path) -> tuple[sqlite3.Connection, str]:
     if not path.is_file():
         raise RecordingError(f"{path}: no such file; give a run's directory, or its run.db")
+    log, database = wal.path_of(path), None
     try:
-        frames = wal.num_frames(wal.path_of(path))
-        database = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)
-    except (OSError, sqlite3.Error) as error:
-        raise RecordingError(f"cannot open {path}: {error}") from error
-    try:
+        frames = wal.num_frames(log)
+        # without a write-ahead log nobody writes, and SQLite needs no files of its own beside the database
+        mode = "mode=ro" if log.exists() else "immutable=1"
+        database = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, timeout=BUSY_S)
         database.execute("SELECT boot FROM boots LIMIT 1").fetchone()
         return database, wal.not_taken(path, frames)
-    except sqlite3.Error as error:
-        database.close()
-        if frames == 0 and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_CANTOPEN:
-            return _unchanging(path), ""
+    except (OSError, sqlite3.Error) as error:
+        if database is not None:
+            database.close()
         raise RecordingError(
-            f"cannot read {path}: {error}; a run.db of Laminar is expected, in a directory that can be written or without a "
-            f"{wal.path_of(path).name}"
+            f"cannot read {path}: {error}; a run.db of Laminar is expected, if there is a {log.name} in a directory that can be "
+            "written: copy both to one"
         ) from error
-
-
-def _unchanging(path: Path) -> sqlite3.Connection:
-    """In a directory where SQLite cannot put its own files: nobody else can write there either."""
-    return sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True, timeout=BUSY_S)

@@ -111,6 +111,20 @@ async def test_nothing_is_left_beside_a_run_that_has_ended(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == before
 
 
+async def test_a_run_that_goes_on_again_is_read_by_those_who_had_it_open(tmp_path: Path) -> None:
+    first = await record(tmp_path)
+    with Recording(tmp_path) as recording:
+        replay = Playback(recording)
+        replay.seek(10)
+        second = RecordedWorld(tmp_path, settings(**RICH), 7)
+        second.start("r0", "r1", boot=2)
+        await second.logs[-1].when_durable(second.seq)
+        replay.seek(10**9)
+        assert (replay.seq, replay.cut) == (first.seq, "")
+        assert recording.query("SELECT max(seq) FROM events WHERE boot = 2") == [(second.seq,)]
+        await second.close()
+
+
 async def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     world = RecordedWorld(tmp_path, settings(**RICH), 1)
     world.start("r0")

@@ -1,6 +1,7 @@
 """Another sampler's choices at the batches of a recorded run, beside the real ones."""
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import msgspec
 import pytest
 
 from laminar.core import actions, events
+from laminar.core.engine import Core
 from laminar.core.sampling import BufferView
 from laminar.ids import GroupId
 from laminar.replay.__main__ import main
-from laminar.replay.recording import Recording
+from laminar.replay.recording import Recording, RecordingError
 from laminar.replay.shadow import Shadowing, shadow
 from laminar.samplers import GuardedSampler
 from tests.core_world import settings
@@ -79,10 +81,10 @@ def shadowed(directory: Path, reference: str) -> Shadowing:
         return shadow(recording, recording.lives, reference)
 
 
-async def record(directory: Path) -> RecordedWorld:
+async def record(directory: Path, outcome: str = "the end") -> RecordedWorld:
     world = RecordedWorld(directory, settings(steps=6, buffer_groups_max=64), 3, faults=0.05)
     world.run()
-    await world.close()
+    await world.close(outcome)
     return world
 
 
@@ -145,3 +147,48 @@ async def test_the_witness_changes_nothing(tmp_path: Path, mine: str) -> None:
     assert main([str(tmp_path / "run"), "--verify"]) == 0
     with Recording(tmp_path / "run") as recording:
         assert msgspec.msgpack.encode([e for e in recording.events_of(recording.life())]) == first
+
+
+async def test_what_could_not_be_replayed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as database:
+        (last,) = database.execute("SELECT max(seq) FROM events WHERE kind = 'StepFinished'").fetchone()
+        database.execute("UPDATE events SET crc = 0 WHERE seq = ?", (last,))
+    database.close()
+    found = shadowed(tmp_path, "fifo")
+    assert len(found.choices) == world.core.settings.steps
+    assert found.notes == [f"boot 1: event {last} is damaged: what follows is left out"]
+    assert main([str(tmp_path), "--shadow", "fifo"]) == 0
+    assert found.notes[0] in capsys.readouterr().out
+
+
+async def test_of_several_lives_one_that_cannot_be_replayed_is_left_out(tmp_path: Path) -> None:
+    await record(tmp_path)
+    with sqlite3.connect(tmp_path / "run.db") as database:
+        database.execute("DELETE FROM events WHERE seq < 20")
+        database.execute("DELETE FROM snapshots")
+    database.close()
+    with pytest.raises(RecordingError, match="it cannot be replayed"):
+        shadowed(tmp_path, "fifo")
+    second = RecordedWorld(tmp_path, settings(steps=2, buffer_groups_max=64), 3)
+    second.run()
+    await second.close()
+    found = shadowed(tmp_path, "fifo")
+    assert len(found.choices) == second.core.settings.steps
+    assert found.notes[0].startswith("boot 1: left out: ")
+
+
+async def test_a_run_whose_core_raised_is_looked_at_up_to_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await record(tmp_path, outcome="the controller failed: KeyError: 'r0'; its state is dumped beside the logs")
+
+    def broken(core: Core, event: events.AnyEvent, handle: Any = Core.handle) -> Any:
+        if event.seq == world.seq:
+            raise KeyError("r0")
+        return handle(core, event)
+
+    monkeypatch.setattr(Core, "handle", broken)
+    found = shadowed(tmp_path, "fifo")
+    assert len(found.choices) == world.core.settings.steps
+    assert found.notes == ["boot 1: its core raised at the last event, as it does now"]

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+import shlex
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from laminar.console.__main__ import main as console
 from laminar.controller import answers
 from laminar.controller.eventlog import EventLog
 from laminar.controller.recovery import Snapshot
@@ -57,7 +60,7 @@ def change(directory: Path, *statements: str) -> None:
 async def test_the_same_code_decides_the_same(tmp_path: Path, options: dict[str, bool]) -> None:
     world = await record(tmp_path, 5, **options)
     verdict = verified(tmp_path)
-    assert verdict.divergence is None, told(verdict)
+    assert verdict.divergence is None, told(verdict, tmp_path)
     assert (verdict.num_events, verdict.notes, verdict.unusable) == (world.seq, [], "")
     assert verdict.num_answers > 20
     assert verdict.num_states > 1
@@ -90,6 +93,10 @@ async def test_a_changed_decision_is_found_at_its_event_with_what_was_answered_t
     assert "this very code" in divergence.code
     assert main([str(tmp_path), "--verify", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["lives"][0]["divergence"]["seq"] == divergence.seq
+    assert main([str(tmp_path), "--verify"]) == 1
+    (hint,) = [line for line in capsys.readouterr().out.splitlines() if "look at it: " in line]
+    assert console(shlex.split(hint.partition("laminar.console ")[2])) == 0
+    assert re.search(rf"^events +{divergence.seq}\b", capsys.readouterr().out, re.MULTILINE)
 
 
 async def test_an_answer_of_the_same_kinds_that_says_something_else_is_shown(
@@ -161,6 +168,18 @@ async def test_a_controller_that_heard_nothing_has_nothing_to_compare(tmp_path: 
     assert [(verdict.unusable, verdict.num_events > 0) for verdict in verdicts] == [("", True), ("", False)]
 
 
+async def test_a_controller_that_was_killed_before_it_heard_anything_left_nothing_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await record(tmp_path, outcome="")
+    change(tmp_path, "INSERT INTO boots SELECT 2, started, pid, host, 0, run_id, code, 1, 'the end' FROM boots")
+    assert verified(tmp_path).notes == []
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "boots 1 to 2: " in out
+    assert "did not record" not in out
+
+
 async def test_a_core_that_raises_now_and_did_not_then_diverges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,15 +205,21 @@ async def test_a_core_that_raised_then_and_raises_now_does_the_same(
     change(tmp_path, *(f"DELETE FROM {table} WHERE seq >= {last}" for table in ("answers", "snapshots")))
     change(tmp_path, f"DELETE FROM events WHERE seq > {last}")
 
+    who = "r0"
+
     def broken(turn: Turn, event: Any) -> None:
         if event.seq == last:
-            raise KeyError("r0")
+            raise KeyError(who)
         engine._on_step_finished(turn, event)
 
     monkeypatch.setitem(engine._HANDLERS, engine.events.StepFinished, broken)
     verdict = verified(tmp_path)
     assert verdict.divergence is None
     assert verdict.notes == ["its core raised at the last event, as it does now"]
+    who = "r1"
+    divergence = verified(tmp_path).divergence
+    assert divergence is not None, "what it raised then was something else"
+    assert divergence.what == [f"now: event {last} (StepFinished): the core raised KeyError: 'r1'"]
 
 
 async def test_the_code_that_recorded_is_told_from_the_code_that_replays(
@@ -232,6 +257,7 @@ async def test_a_damaged_end_is_left_out_and_told(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert out.startswith("boot 1: no divergence in 89 events; ")
     assert "event 90 is damaged: what follows is left out" in out
+    assert verified(tmp_path).cut == "event 90 is damaged"
 
 
 async def test_a_recording_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

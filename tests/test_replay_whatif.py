@@ -1,6 +1,7 @@
 """A recorded run simulated again: as it was it comes to what it came to; a change has the effect that it must have."""
 
 import json
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_a_change_that_cannot_be_is_refused_with_what_would_do(word: str, messag
 def test_settings_that_cannot_work_are_refused(recorded: Recorded) -> None:
     with pytest.raises(LaminarError, match="these settings cannot work"):
         simulated(recorded, changes.parse(["buffer.max_groups=2"]))
+
+
+def test_what_of_the_recording_is_damaged_is_left_out_and_told(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "run.db") as database:
+        (last,) = database.execute("SELECT max(seq) FROM events WHERE kind = 'StepFinished'").fetchone()
+        database.execute("UPDATE events SET crc = 0 WHERE seq = ?", (last,))
+    database.close()
+    with Recording(tmp_path / "run") as recording:
+        found = whatif(recording, changes.parse(["speed.rollout=2"]))
+    assert found.notes == [f"event {last} is damaged: what follows is left out"]
 
 
 async def test_a_run_of_too_few_steps_says_so(tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--sim", nargs="?", const="small", metavar="PRESET", help="simulate; further options are those of laminar.sim"
     )
     parser.add_argument("--log", metavar="RUN", type=Path, help="a recorded run: its directory or its run.db")
+    parser.add_argument(
+        "--boot", type=int, metavar="N", help="with --log: the part of the run that this controller process belongs to"
+    )
     parser.add_argument("-c", dest="commands", metavar="COMMANDS", help="carry these out and end; `;` separates them")
     parser.add_argument("--json", action="store_true", help="one JSON object per command")
     options, rest = parser.parse_known_args(given) if simulates else (parser.parse_args(given), [])
@@ -85,6 +88,8 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     named = [name for name in ("run", "controller", "sim", "log") if getattr(options, name) is not None]
     if len(named) > 1:
         parser.error(f"{' and '.join(named)} name different runs: choose one")
+    if options.boot is not None and options.log is None:
+        parser.error("--boot goes with --log RUN")
     return options, rest
 
 
@@ -97,7 +102,7 @@ def _target(options: argparse.Namespace, rest: list[str]) -> Target:
     if options.log is not None:
         from laminar.console.targets import log
 
-        return log.opened(options.log)
+        return log.opened(options.log, options.boot)
     from laminar.console.targets import live
 
     return live.opened(options.run, options.controller)

@@ -17,7 +17,6 @@ from laminar.replay.recording import Life, Recording
 from laminar.replay.shadow import shadow
 from laminar.replay.show import (
     compared,
-    name_of,
     plain_comparison,
     plain_shadowing,
     plain_verdict,
@@ -121,10 +120,8 @@ def _describe(recording: Recording, lives: list[Life], options: argparse.Namespa
     for line in filter(None, [recording.left_out]):
         print(line)
     for life, facts in zip(lives, found, strict=True):
-        print(
-            f"\n{name_of(life)}: {facts['events']} events, {facts['began'].replace('T', ' ')}, {facts['ran_s']:.0f} s"
-        )
-        print("\n".join(f"  {line}" for line in _lines(life, facts)))
+        print(f"\n{life.name}: {facts['events']} events, {facts['began'].replace('T', ' ')}, {facts['ran_s']:.0f} s")
+        print("\n".join(f"  {line}" for line in _lines(facts, is_last=life is recording.lives[-1])))
     return EXIT_SAME
 
 
@@ -137,7 +134,7 @@ def _facts(recording: Recording, life: Life) -> dict[str, Any]:
         "ran_s": last - first,
         "resumed_step": life.boots[0].resumed_step,
         "outcome": life.boots[-1].outcome,
-        "answers": all(boot.code is not None for boot in life.boots),
+        "answers": not recording.unanswered(life),
         "unusable": "",
     }
     try:
@@ -147,10 +144,13 @@ def _facts(recording: Recording, life: Life) -> dict[str, Any]:
     return facts
 
 
-def _lines(life: Life, facts: dict[str, Any]) -> Iterator[str]:
+def _lines(facts: dict[str, Any], *, is_last: bool) -> Iterator[str]:
     if facts["resumed_step"]:
         yield f"went on from the checkpoint of step {facts['resumed_step']}"
-    yield f"ended: {facts['outcome']}" if facts["outcome"] else "lives, or was killed"
+    if facts["outcome"]:
+        yield f"ended: {facts['outcome']}"
+    else:
+        yield "goes on, or was killed" if is_last else "was killed"
     if not facts["answers"]:
         yield "did not record what the core answered: --verify has only the states that were kept"
     if facts["unusable"]:
@@ -165,9 +165,14 @@ def _lines(life: Life, facts: dict[str, Any]) -> Iterator[str]:
 def _verify(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
     verdicts = verify(recording, lives)
     if options.json:
-        print(json.dumps({"run": str(recording.path), "lives": [plain_verdict(v) for v in verdicts]}, indent=2))
+        found = {
+            "run": str(recording.path),
+            "left_out": recording.left_out,
+            "lives": [plain_verdict(v) for v in verdicts],
+        }
+        print(json.dumps(found, indent=2))
     else:
-        print("\n".join(line for line in [recording.left_out, *map(told, verdicts)] if line))
+        print("\n".join(line for line in [recording.left_out, *(told(v, recording.path) for v in verdicts)] if line))
     if any(verdict.divergence for verdict in verdicts):
         return EXIT_DIVERGED
     return EXIT_USAGE if all(verdict.unusable for verdict in verdicts) else EXIT_SAME

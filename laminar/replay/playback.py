@@ -6,6 +6,7 @@ Keyframes are this module's own, in memory: the state and the story after every 
 """
 
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from laminar.core.actions import AnyAction
@@ -59,6 +60,8 @@ class Playback:
         """Why that is not the first, for people; empty = it is."""
         self.refused: Recorded | None = None
         """The event of a ReplayError."""
+        self._raised = ""
+        """What the core raised at it."""
         self._damage = ""
         """What is wrong with the event that follows `_ahead`."""
         self._place = beginning.place
@@ -98,13 +101,33 @@ class Playback:
         try:
             actions = self.core.handle(event)
         except Exception as error:
-            self.refused = recorded
-            what = f"{type(error).__name__}: {error}"
-            raise ReplayError(f"event {event.seq} ({type(event).__name__}): the core raised {what}") from error
+            self.refused, self._raised = recorded, f"{type(error).__name__}: {error}"
+            raise ReplayError(f"event {event.seq} ({type(event).__name__}): the core raised {self._raised}") from error
         self._place = boot, event.seq
         if event.seq - self._keyframes[-1].place[1] >= self._every:
             self._keep()
         return Step(boot, event, actions, num_decisions, answer)
+
+    def steps(self) -> Iterator[Step]:
+        """All that is left, up to where the run's own core raised, if it did. Raises RecordingError, ReplayError."""
+        try:
+            while (step := self.step()) is not None:
+                yield step
+        except ReplayError:
+            if not self.raised_then:
+                raise
+
+    @property
+    def raised_then(self) -> bool:
+        """Whether the run's own core, too, raised that at the event of a ReplayError, and so ended."""
+        is_last = self.refused is not None and self.refused.event.seq == self.last_seq
+        return is_last and self.life.boots[-1].raised(self._raised)
+
+    def not_replayed(self) -> list[str]:
+        """What of the life was left out, as far as it has come, for people. Raises RecordingError."""
+        cut = self.cut and f"{self.cut}: what follows is left out"
+        raised = "its core raised at the last event, as it does now" if self.raised_then else ""
+        return [text for text in (self.left_out, cut, raised) if text]
 
     def seek(self, seq: int) -> None:
         """To where event `seq` has just been handled, or as near as the log allows. Raises RecordingError, ReplayError."""

@@ -196,9 +196,9 @@ class Rates:
         elif event.worker in self._lost:
             self._back(core, event.worker)
         elif event.worker not in self.replicas:
-            self.replicas_later(core, event)
+            self._join_later(core, event)
 
-    def replicas_later(self, core: Core, event: events.ReplicaJoined) -> None:
+    def _join_later(self, core: Core, event: events.ReplicaJoined) -> None:
         """One that joined a fleet at work."""
         if not self.replicas:
             self.replicas[event.worker] = event

@@ -47,7 +47,11 @@ class Boot(NamedTuple):
     outcome: str
     """How it ended, in words; empty = it lives or was killed."""
     code: str | None
-    """Of its core, `laminar.controller.answers.code`; None = it did not record what the core was made of, and answered."""
+    """Of its core, `laminar.controller.answers.code`; None = it recorded neither what the core was made of nor what it answered."""
+
+    def raised(self, error: str) -> bool:
+        """Whether it ended because its core, or what carries out its actions, raised this (`laminar.controller.app`)."""
+        return self.outcome.startswith(f"the controller failed: {error};")
 
 
 class Life(NamedTuple):
@@ -64,6 +68,12 @@ class Life(NamedTuple):
     def span(self) -> tuple[int, int]:
         """First and last boot."""
         return self.boots[0].number, self.boots[-1].number
+
+    @property
+    def name(self) -> str:
+        """``boot 1``, ``boots 1 to 3``."""
+        first, last = self.span
+        return f"boot {first}" if first == last else f"boots {first} to {last}"
 
 
 Place = tuple[int, int]
@@ -95,10 +105,14 @@ class Recording:
     def __init__(self, path: Path) -> None:
         """`path`: a run's directory, or its run.db. Raises RecordingError."""
         self.path = (path / "run.db" if path.is_dir() else path).absolute()
-        self._database, self.left_out = _opened(self.path)
-        """`left_out`: what of the end of the write-ahead log is no whole commit, for people; empty = nothing."""
+        self._open()
         with self._reading():
             self.lives = self._lives()
+
+    def _open(self) -> None:
+        self._is_at_rest = not wal.path_of(self.path).exists()
+        self._database, self.left_out = _opened(self.path, is_at_rest=self._is_at_rest)
+        """`left_out`: what of the end of the write-ahead log is no whole commit, for people; empty = nothing."""
 
     def close(self) -> None:
         self._database.close()
@@ -120,6 +134,9 @@ class Recording:
 
     def query(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Rows of any table. Raises RecordingError."""
+        if self._is_at_rest and wal.path_of(self.path).exists():  # the run goes on again
+            self._database.close()
+            self._open()
         with self._reading():
             return self._database.execute(statement, parameters).fetchall()
 
@@ -132,6 +149,11 @@ class Recording:
                 return life
         known = ", ".join(str(boot.number) for life in self.lives for boot in life.boots)
         raise RecordingError(f"{self.path} has no boot {number}; it has {known}")
+
+    def unanswered(self, life: Life) -> list[int]:
+        """Its boots that heard something and did not record what their cores answered."""
+        heard = "SELECT 1 FROM events WHERE boot = ? LIMIT 1"
+        return [boot.number for boot in life.boots if boot.code is None and self.query(heard, boot.number)]
 
     def _lives(self) -> list[Life]:
         tables = [name for (name,) in self._database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -148,12 +170,12 @@ class Recording:
 
     def settings(self, life: Life) -> Settings:
         """As the run began with them. Raises RecordingError."""
+        known = next((boot.number for boot in life.boots if boot.code is not None), None)
+        if known is None:
+            return self._settings_of_config()
+        (body,) = self.query("SELECT settings FROM cores WHERE boot = ?", known)[0]
         with self._reading():
-            for boot in (boot for boot in life.boots if boot.code is not None):
-                query = "SELECT settings FROM cores WHERE boot = ?"
-                (body,) = self._database.execute(query, (boot.number,)).fetchone()
-                return msgspec.msgpack.decode(body, type=Settings)
-        return self._settings_of_config()
+            return msgspec.msgpack.decode(body, type=Settings)
 
     def _settings_of_config(self) -> Settings:
         """For a run of a Laminar that did not record them: the size of the data set decides which prompts are drawn."""
@@ -177,9 +199,12 @@ class Recording:
         return self._from_snapshot(life, settings, first)
 
     def _first_event(self, life: Life) -> Place | None:
-        rows = self.query(
-            "SELECT boot, seq FROM events WHERE boot BETWEEN ? AND ? ORDER BY boot, seq LIMIT 1", *life.span
-        )
+        return self._outermost(life, "boot, seq", "ASC")
+
+    def _outermost(self, life: Life, columns: str, order: str) -> tuple[Any, ...] | None:
+        """Of its first (`ASC`) or last (`DESC`) event in the log; None = there is none."""
+        where = f"WHERE boot BETWEEN ? AND ? ORDER BY boot {order}, seq {order} LIMIT 1"
+        rows = self.query(f"SELECT {columns} FROM events {where}", *life.span)
         return rows[0] if rows else None
 
     def _core(self, life: Life, settings: Settings) -> Core:
@@ -229,15 +254,12 @@ class Recording:
 
     def last(self, life: Life) -> Place:
         """The last event so far; seq 0 = there is none."""
-        query = "SELECT boot, seq FROM events WHERE boot BETWEEN ? AND ? ORDER BY boot DESC, seq DESC LIMIT 1"
-        rows = self.query(query, *life.span)
-        return rows[0] if rows else (life.number, 0)
+        return self._outermost(life, "boot, seq", "DESC") or (life.number, 0)
 
     def times(self, life: Life) -> tuple[float, float]:
         """Of its first and last event in the log, seconds since the epoch; (0, 0) if there is none."""
-        query = "SELECT coalesce(min(at), 0), coalesce(max(at), 0) FROM events WHERE boot BETWEEN ? AND ?"
-        first, last = self.query(query, *life.span)[0]
-        return float(first), float(last)
+        first, last = (self._outermost(life, "at", order) or (0.0,) for order in ("ASC", "DESC"))
+        return first[0], last[0]
 
     def events_of(self, life: Life) -> Iterator[events.AnyEvent]:
         """Those that are in the log, in order, up to damage. Raises RecordingError."""
@@ -268,14 +290,14 @@ class Recording:
         return found, ""
 
 
-def _opened(path: Path) -> tuple[sqlite3.Connection, str]:
+def _opened(path: Path, *, is_at_rest: bool) -> tuple[sqlite3.Connection, str]:
     if not path.is_file():
         raise RecordingError(f"{path}: no such file; give a run's directory, or its run.db")
     log, database = wal.path_of(path), None
     try:
         frames = wal.num_frames(log)
         # without a write-ahead log nobody writes, and SQLite needs no files of its own beside the database
-        mode = "mode=ro" if log.exists() else "immutable=1"
+        mode = "immutable=1" if is_at_rest else "mode=ro"
         database = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, timeout=BUSY_S)
         database.execute("SELECT boot FROM boots LIMIT 1").fetchone()
         return database, wal.not_taken(path, frames)

@@ -16,6 +16,7 @@ from laminar.core.amend import FIFO
 from laminar.core.decisions import AnyDecision, TakeBatch
 from laminar.core.sampling import BufferView, GroupView, problem
 from laminar.core.turn import Turn
+from laminar.errors import LaminarError
 from laminar.ids import GroupId
 from laminar.replay.playback import Playback
 from laminar.replay.recording import Life, Recording
@@ -77,19 +78,30 @@ class Shadowing(NamedTuple):
     """Batches of the same groups in the same order."""
     num_waits: int
     num_errors: int
+    notes: list[str]
+    """What of the recording was left out, for people."""
 
 
 def shadow(recording: Recording, lives: list[Life], reference: str) -> Shadowing:
-    """`reference`: ``fifo``, ``file.py:Class`` or ``pkg.mod:Class``. Raises ConfigError for one that cannot be loaded,
-    RecordingError and ReplayError for a log that cannot be replayed."""
+    """`reference`: ``fifo``, ``file.py:Class`` or ``pkg.mod:Class``. Of several lives, those that cannot be replayed are left out.
+
+    Raises ConfigError for a sampler that cannot be loaded, RecordingError and ReplayError for a log that cannot be replayed.
+    """
     asked = None if reference == FIFO else GuardedSampler(samplers.load(reference, "--shadow"))
-    witness = _Witness(asked)
+    witness, notes = _Witness(asked), [recording.left_out] if recording.left_out else []
     for life in lives:
-        playback = Playback(recording, life)
+        try:
+            playback = Playback(recording, life)
+        except LaminarError as error:
+            if len(lives) == 1:
+                raise
+            notes.append(f"{life.name}: left out: {error}")
+            continue
         playback.core.witness = witness.look
-        while (step := playback.step()) is not None:
+        for step in playback.steps():
             witness.note(action for action in step.actions if isinstance(action, AskSampler))
-    return witness.result(reference)
+        notes += [f"{life.name}: {text}" for text in playback.not_replayed()]
+    return witness.result(reference, notes)
 
 
 class _Witness:
@@ -137,7 +149,7 @@ class _Witness:
         fault = answer.error or problem(answer.groups, {group.id: None for group in view.groups}, num_groups)
         return ([], fault) if fault else (answer.groups, "")
 
-    def result(self, reference: str) -> Shadowing:
+    def result(self, reference: str, notes: list[str]) -> Shadowing:
         """Of all batches."""
         choices = self._choices
         return Shadowing(
@@ -149,6 +161,7 @@ class _Witness:
             num_same=sum(choice.real == choice.shadow for choice in choices),
             num_waits=sum(not choice.shadow and not choice.error for choice in choices),
             num_errors=sum(bool(choice.error) for choice in choices),
+            notes=notes,
         )
 
 

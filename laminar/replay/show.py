@@ -1,10 +1,11 @@
 """What replays found, for people and as plain data."""
 
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from laminar.ids import format_id
-from laminar.replay.recording import Life
 from laminar.replay.shadow import Choice, Shadowing, Statistics
 from laminar.replay.verify import Verdict
 from laminar.replay.whatif import Comparison
@@ -13,12 +14,6 @@ CHOICES_SHOWN = 40  # a screen; --json has all
 CANNOT = """\
 Each choice is made from the buffer as the run's real choices left it: this tells how the samplers differ on the same buffers.
 What the run would have become it cannot tell: other batches give other weights, lengths and rewards, and another buffer."""
-
-
-def name_of(life: Life) -> str:
-    """``boot 1``, ``boots 1 to 3``."""
-    first, last = life.span
-    return f"boot {first}" if first == last else f"boots {first} to {last}"
 
 
 # ---- verify ------------------------------------------------------------------------------------------------
@@ -31,9 +26,9 @@ def plain_verdict(verdict: Verdict) -> dict[str, Any]:
     return {"boots": boots, **{**verdict._asdict(), "life": verdict.life.number, "divergence": divergence}}
 
 
-def told(verdict: Verdict) -> str:
-    """For people."""
-    name = name_of(verdict.life)
+def told(verdict: Verdict, run: Path) -> str:
+    """For people. `run`: where it was recorded."""
+    name = verdict.life.name
     if verdict.unusable:
         return f"{name}: not compared: {verdict.unusable}"
     compared = f"{verdict.num_answers} answers and {verdict.num_states} whole states compared"
@@ -42,7 +37,10 @@ def told(verdict: Verdict) -> str:
         lines = [f"{name}: diverged at event {found.seq} of boot {found.boot} ({found.event}), after {verdict.num_events} events "
                  f"without a difference; {compared}"]  # fmt: skip
         lines += [f"  {line}" for line in (*found.what, found.code)]
-        lines.append(f'  look at it: python -m laminar.console --log RUN -c "goto {found.seq - 1}; next"')
+        there = f"goto event {found.seq - 1}; step" if found.seq > 1 else "step"
+        lines.append(
+            f'  look at it: python -m laminar.console --log {shlex.quote(str(run))} --boot {found.boot} -c "{there}"'
+        )
     return "\n".join([*lines, *(f"  {note}" for note in verdict.notes)])
 
 
@@ -58,8 +56,8 @@ def plain_shadowing(found: Shadowing) -> dict[str, Any]:
 def shadowed(found: Shadowing) -> str:
     """For people."""
     if not found.choices:
-        return "the run took no batch: there is nothing to choose"
-    return "\n".join([*_of_choices(found), "", *_of_statistics(found), "", *_summary(found), "", CANNOT])
+        return "\n".join(["no batch was taken: there is nothing to choose", *found.notes])
+    return "\n".join([*_of_choices(found), "", *_of_statistics(found), "", *_summary(found), *found.notes, "", CANNOT])
 
 
 def _of_choices(found: Shadowing) -> Iterator[str]:
@@ -164,8 +162,7 @@ def compared(found: Comparison) -> str:
         cells = [_short(real), _short(again), _percent(again, real), _short(changed), _percent(changed, again)]
         lines.append(f"{text:40}{cells[0]:>12}{cells[1]:>12}{cells[2]:>9}{cells[3]:>12}{cells[4]:>9}")
     lines.append(f"over {found.real.steps} train steps, of the changed run {found.changed.steps}")
-    notes = [f"left out: {note}" for note in found.notes]
-    return "\n".join([*lines, *notes, "", TELLS])
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes), "", TELLS])
 
 
 def _relative(value: float, of: float) -> float | None:

@@ -22,7 +22,6 @@ from laminar.replay.playback import Playback, ReplayError, Step
 from laminar.replay.recording import Boot, Life, Recording
 
 SHOWN_CHARACTERS_MAX = 400  # of one action; its kind and subject come first
-CRASHED = "the controller failed"  # how the outcome of a controller begins whose core raised (`laminar.controller.app`)
 
 
 class Divergence(NamedTuple):
@@ -51,6 +50,8 @@ class Verdict(NamedTuple):
     divergence: Divergence | None
     unusable: str
     """Why nothing could be compared; empty = it could."""
+    cut: str
+    """Why not all of the log could be replayed; empty = it could, as far as it was asked for."""
     notes: list[str]
     """What is to be known about what was not compared."""
 
@@ -62,23 +63,22 @@ def verify(recording: Recording, lives: list[Life], events_max: int = 0) -> list
 
 def _verify(recording: Recording, life: Life, events_max: int) -> Verdict:
     if recording.last(life)[1] == 0:
-        return Verdict(life, 0, 0, 0, None, "", ["it heard nothing: there is nothing to compare"])
+        return Verdict(life, 0, 0, 0, None, "", "", ["it heard nothing: there is nothing to compare"])
     try:
         playback = Playback(recording, life)
     except LaminarError as error:
-        return Verdict(life, 0, 0, 0, None, str(error), [])
+        return Verdict(life, 0, 0, 0, None, str(error), "", [])
     comparison = _Comparison(recording, playback)
     divergence = comparison.run(events_max)
     begun = playback.begins_after
-    notes = [playback.left_out, playback.cut and f"{playback.cut}: what follows is left out", *comparison.notes()]
+    notes = [*playback.not_replayed(), *comparison.notes()]
     if events_max and playback.seq - begun >= events_max and playback.next_event is not None:
         notes.append(f"compared up to event {playback.seq} of {playback.last_seq}")
     nothing = not (comparison.knows_answers or comparison.num_states or divergence)
     unusable = "there is nothing to compare with: neither answers nor states were recorded" if nothing else ""
     done = playback.seq - begun - (divergence is not None and divergence.seq == playback.seq)
-    return Verdict(
-        life, done, comparison.num_answers, comparison.num_states, divergence, unusable, [n for n in notes if n]
-    )
+    num_answers, num_states = comparison.num_answers, comparison.num_states
+    return Verdict(life, done, num_answers, num_states, divergence, unusable, playback.cut, notes)
 
 
 class _Comparison:
@@ -93,17 +93,13 @@ class _Comparison:
         """Of some event; also that there were none."""
         self.num_answers = self.num_states = 0
         self._damaged: list[int] = []
-        self._crashed = False
 
     def notes(self) -> Iterator[str]:
         """What was not compared."""
-        old = [boot.number for boot in self._boots.values() if boot.code is None]
-        if old:
+        if old := self._recording.unanswered(self._playback.life):
             yield f"boot {', '.join(map(str, old))} did not record what it answered: only the states kept are compared"
         if self._damaged:
             yield f"the state kept after event {', '.join(map(str, self._damaged))} is damaged, and was not compared"
-        if self._crashed:
-            yield "its core raised at the last event, as it does now"
 
     def run(self, events_max: int) -> Divergence | None:
         """To the end of the life, or the first difference."""
@@ -158,9 +154,7 @@ class _Comparison:
     def _raised(self, error: ReplayError) -> Divergence | None:
         event = self._playback.refused
         assert event is not None
-        last, outcome = self._playback.last_seq, self._playback.life.boots[-1].outcome
-        if event.event.seq == last and outcome.startswith(CRASHED):
-            self._crashed = True
+        if self._playback.raised_then:
             return None
         return self._divergence(event.boot, event.event, [f"now: {error}"])
 

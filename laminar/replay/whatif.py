@@ -68,6 +68,8 @@ class Recorded(NamedTuple):
     """By itself: all of its steps are done."""
     seconds: float
     """From the first group on."""
+    left_out: list[str]
+    """What of the recording could not be read, for people."""
 
 
 def whatif(recording: Recording, changes: Changes, life: Life | None = None) -> Comparison:
@@ -82,7 +84,7 @@ def whatif(recording: Recording, changes: Changes, life: Life | None = None) -> 
 def record(recording: Recording, life: Life | None = None) -> Recorded:
     """Replay a life and measure it."""
     playback, rates, meter = Playback(recording, life), Rates(), Meter()
-    while (step := playback.step()) is not None:
+    for step in playback.steps():
         rates.observe(playback.core, step.event, step.actions)
         meter.observe(playback.core, step.event, step.actions)
     core, costs, real = playback.core, rates.costs(), meter.figures()
@@ -93,7 +95,8 @@ def record(recording: Recording, life: Life | None = None) -> Recorded:
         )
     seconds = core.state.at - rates.began
     ended = core.state.trainer.step >= core.settings.steps
-    return Recorded(core.settings, meter.num_steps, rates, costs, real, ended, seconds)
+    left_out = [text for text in (recording.left_out, *playback.not_replayed()) if text]
+    return Recorded(core.settings, meter.num_steps, rates, costs, real, ended, seconds, left_out)
 
 
 def simulated(recorded: Recorded, changes: Changes) -> Figures:
@@ -281,4 +284,4 @@ def _notes(recorded: Recorded, changes: Changes) -> list[str]:
         (rates.num_amended > 0, "an operator changed settings while it ran; simulated it has the last ones from the beginning"),
         (bool(changes.replicas) and changes.faults and bool(rates.faults), "the recorded faults strike the same replicas"),
     ]  # fmt: skip
-    return [text for applies, text in notes if applies]
+    return [*recorded.left_out, *(text for applies, text in notes if applies)]

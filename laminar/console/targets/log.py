@@ -15,7 +15,7 @@ from laminar.console.targets import refit
 from laminar.console.view import Target, View
 from laminar.core.engine import Core
 from laminar.replay.playback import Playback
-from laminar.replay.recording import Recording
+from laminar.replay.recording import Life, Recording
 
 
 class RecordedTrack:
@@ -60,15 +60,15 @@ class Recorded:
 
     kind: Target = "log"
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, life: Life) -> None:
         self._recording = recording
-        self._playback = Playback(recording)
+        self._playback = Playback(recording, life)
         self._track = RecordedTrack(self._playback)
         self.title = recording.path.parent.name
         self._language = Language(COMMANDS, self._functions())
 
     def _functions(self) -> Mapping[str, Function]:
-        whatif = {"whatif": lambda view, words: refit.answer(self._recording, words)}
+        whatif = {"whatif": lambda view, words: refit.answer(self._recording, words, self._playback.life)}
         return {**Stepper(self._track, self.kind).functions(), **whatif}
 
     @property
@@ -97,11 +97,12 @@ class Recorded:
         self._recording.close()
 
 
-def opened(path: Path) -> Recorded:
-    """A run's directory or its run.db, before its first event. Raises RecordingError."""
+def opened(path: Path, boot: int | None = None) -> Recorded:
+    """The life that a boot belongs to, the last by default, of a run's directory or run.db; before its first event. Raises
+    RecordingError."""
     recording = Recording(path)
     try:
-        return Recorded(recording)
+        return Recorded(recording, recording.life(boot))
     except BaseException:
         recording.close()
         raise

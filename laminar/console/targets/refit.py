@@ -4,18 +4,19 @@ from laminar.console.answers import Answer, Cell, table
 from laminar.console.language import UsageError
 from laminar.errors import ConfigError
 from laminar.replay import changes
-from laminar.replay.recording import Recording
+from laminar.replay.recording import Life, Recording
 from laminar.replay.whatif import whatif
 
 DIGITS = 4  # significant ones: more than the simulation is good for
 
 
-def answer(recording: Recording, words: list[str]) -> Answer:
-    """`whatif set KEY=VALUE …`: the run as it was, simulated again as it was, and changed. Raises LaminarError."""
+def answer(recording: Recording, words: list[str], life: Life | None = None) -> Answer:
+    """`whatif set KEY=VALUE …`: a life of the run (the last by default) as it was, simulated again as it was, and changed. Raises
+    LaminarError."""
     if words[0] != "set" or "for" in words:
         raise UsageError("of a recorded run the whole is simulated again: write `whatif set KEY=VALUE …`")
     try:
-        found = whatif(recording, changes.parse(words[1:]))
+        found = whatif(recording, changes.parse(words[1:]), life)
     except ConfigError as error:
         raise UsageError(str(error).replace("--whatif ", "whatif set ")) from error
     real, again, changed = found.real._asdict(), found.again._asdict(), found.changed._asdict()

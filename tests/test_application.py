@@ -15,6 +15,7 @@ import pytest
 from laminar import configfile, hosts, processes
 from laminar.controller import launch, rundir
 from laminar.controller.app import Application
+from laminar.controller.parts import Given
 from laminar.core import events
 from laminar.ids import WorkerId
 from laminar.tasks import datasets
@@ -44,12 +45,14 @@ class World:
         config = configfile.load(None, overrides)
         text = f"localhost trainer python={self.directory}/{trainer}\nlocalhost rollout python={self.directory}/{rollout}\n"
         return Application(
-            config=config,
-            hosts=hosts.parse(text, "hosts.txt"),
-            run=rundir.create(config, text),
-            prompts=datasets.load(config.task),
-            sampler=None,
-            resume=None,
+            Given(
+                config=config,
+                hosts=hosts.parse(text, "hosts.txt"),
+                run=rundir.create(config, text),
+                prompts=datasets.load(config.task),
+                sampler=None,
+                resume=None,
+            )
         )
 
     @property
@@ -57,7 +60,7 @@ class World:
         return self.directory / "runs" / "mine"
 
     def check_nothing_is_left(self, application: Application) -> None:
-        assert application._crew.launcher.alive == []
+        assert application._parts.crew.launcher.alive == []
         assert not [p for p in psutil.process_iter() if str(self.directory) in " ".join(command_of(p))]
         assert not paths.shm_directory(application._log.run_id).exists()
         assert not (self.run / "token").exists()
@@ -88,8 +91,8 @@ async def run(application: Application, when_started: Callable[[], None]) -> int
 
 
 def has_started(application: Application) -> bool:
-    crew = getattr(application, "_crew", None)
-    return crew is not None and 0 < len(crew.processes) == len(crew.launcher._children)
+    parts = getattr(application, "_parts", None)
+    return parts is not None and 0 < len(parts.crew.processes) == len(parts.crew.launcher._children)
 
 
 async def test_a_worker_that_dies_at_start_ends_the_run_with_its_last_lines(
@@ -134,8 +137,8 @@ def break_the_disk(application: Application, error: OSError) -> None:
         raise error
 
     application._log._before_commit = broken
-    application._tokens.sync = broken  # type: ignore[method-assign]
-    application._runtime.post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
+    application._parts.tokens.sync = broken  # type: ignore[method-assign]
+    application._parts.runtime.post(events.WorkerDisconnected(worker=WorkerId("nobody"), incarnation=1))
 
 
 async def test_a_broken_disk_ends_the_run_with_what_to_do_and_leaves_nothing(
@@ -157,7 +160,7 @@ async def test_a_disk_that_is_full_when_the_run_is_stopped_ends_it_with_what_is_
 
     def fill_and_stop() -> None:
         break_the_disk(application, OSError(28, "No space left on device"))
-        application._runtime.post(events.StopRequested(reason="stopped by SIGINT"))
+        application._parts.runtime.post(events.StopRequested(reason="stopped by SIGINT"))
 
     assert await run(application, fill_and_stop) == 1
     out = capsys.readouterr().out
@@ -173,7 +176,7 @@ async def test_a_controller_whose_run_another_has_taken_ends_and_leaves_everythi
     def take() -> None:
         with sqlite3.connect(world.run / "run.db") as database:
             database.execute("INSERT INTO boots (boot, pid, host) VALUES (2, 77, 'elsewhere')")
-        application._runtime.post(events.TimerFired())
+        application._parts.runtime.post(events.TimerFired())
 
     assert await run(application, take) == 1
     out = capsys.readouterr().out
@@ -182,7 +185,7 @@ async def test_a_controller_whose_run_another_has_taken_ends_and_leaves_everythi
     assert len(left) == 3, "relay, trainer, rollout"
     for process in left:
         process.kill()
-    await asyncio.gather(*application._crew.launcher._watchers.values())
+    await asyncio.gather(*application._parts.crew.launcher._watchers.values())
 
 
 async def test_a_bug_of_the_controller_ends_the_run_with_its_name_and_a_dump(
@@ -194,8 +197,8 @@ async def test_a_bug_of_the_controller_ends_the_run_with_its_name_and_a_dump(
         raise LookupError("a bug")
 
     def sabotage() -> None:
-        application._runtime.observe = bug
-        application._runtime.post(events.TimerFired())
+        application._parts.runtime.observe = bug
+        application._parts.runtime.post(events.TimerFired())
 
     assert await run(application, sabotage) == 1
     assert "the run failed: the controller failed: LookupError: a bug" in capsys.readouterr().out

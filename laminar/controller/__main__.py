@@ -180,6 +180,7 @@ def _start(
 ) -> int:
     from laminar.controller import archive
     from laminar.controller.app import Application
+    from laminar.controller.parts import Given
     from laminar.controller.preflight import check_hosts
     from laminar.tasks import datasets
 
@@ -196,18 +197,20 @@ def _start(
     directory = run or rundir.create(config, hosts_text)
     rundir.write_found(directory, found)
 
+    given = Given(
+        config=config,
+        hosts=machines,
+        run=directory,
+        prompts=prompts,
+        sampler=sampler,
+        resume=resume,
+        continues=continues,
+        reach=where,
+        found=found,
+    )
+
     async def go() -> int:
-        application = Application(
-            config=config,
-            hosts=machines,
-            run=directory,
-            prompts=prompts,
-            sampler=sampler,
-            resume=resume,
-            continues=continues,
-            reach=where,
-            found=found,
-        )
+        application = Application(given)
         gc.freeze()  # what is here stays, imports above all: to look through it again stops the event loop for long
         gc.set_threshold(GC_THRESHOLD)
         return await application.run()

@@ -331,8 +331,3 @@ class Config(Section, frozen=True, kw_only=True):
     def buffer_groups_max(self) -> int:
         """Groups in flight or buffered at which new ones are held back."""
         return self.buffer.max_groups or 3 * self.trainer.batch_prompts
-
-    @property
-    def num_trajectories_per_step(self) -> int:
-        """Rows of one global batch."""
-        return self.trainer.batch_prompts * self.rollout.group_size

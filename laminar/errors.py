@@ -15,7 +15,3 @@ class StartError(LaminarError):
 
 class ProtocolError(LaminarError):
     """A peer sent something that the wire protocol does not allow; the channel is closed."""
-
-
-class IllegalTransition(LaminarError):
-    """The core was asked for a state change that its tables do not have: a bug in Laminar."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar.core import actions, events, passes
+from laminar.core import actions, events
 from laminar.core.decisions import DispatchNew, DispatchQueued, RefreshReplica, Repack, TakeBatch, Transfer
 from laminar.core.operator_records import HeldDecision, Hold
 from laminar.ids import GroupId, Version, WorkerId
@@ -424,17 +424,6 @@ def test_a_frame_in_which_nothing_ends_decides_nothing_although_a_decision_waits
 
 
 # ---- a word that counts for nothing ------------------------------------------------------------------------
-
-
-def test_why_a_word_on_a_decision_counts_for_nothing():
-    driver = dispatch_held()
-    turn, number = driver.core.look(), the_held(driver).id
-    word = events.DecisionResolved(decision=number, verdict="apply")
-    assert passes.why_not_resolved(turn, word) == ""
-    wrong = events.DecisionResolved(decision=number, verdict="apply", replacement=TakeBatch(step=1, groups=[]))
-    assert passes.why_not_resolved(turn, wrong) == "a TakeBatch is no decision of the pass dispatch"
-    gone = events.DecisionResolved(decision=99, verdict="apply")
-    assert passes.why_not_resolved(turn, gone) == f"decision 99 is not held (any more); held are: {number}"
 
 
 def test_a_part_of_a_repack_that_no_longer_fits_says_why_and_the_rest_is_done():

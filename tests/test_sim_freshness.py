@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.sim.freshness import HALF_LIVES, Pace, break_even, pace_of, relative_time_to_reward
+from laminar.sim.freshness import HALF_LIVES, Pace, break_even, pace_of
 
 histograms = st.dictionaries(st.integers(0, 12), st.floats(0.01, 1e4), min_size=1)
 rates = st.floats(1.0, 1e6)
@@ -15,6 +15,11 @@ rates = st.floats(1.0, 1e6)
 
 def pace(rate: float, staleness: dict[int, float]) -> Pace:
     return Pace(tokens_per_s=rate, staleness=staleness)
+
+
+def relative_time(a: Pace, b: Pace, half_life: float) -> float:
+    """Of `a`, for as many fresh tokens as `b` trains in 1."""
+    return b.fresh_tokens_per_s(half_life) / a.fresh_tokens_per_s(half_life)
 
 
 def test_a_trajectory_one_half_life_old_counts_half():
@@ -34,8 +39,8 @@ def test_twice_as_fast_and_one_half_life_staler_is_even():
     fast, fresh = pace(200.0, {6: 1}), pace(100.0, {0: 1})
     assert break_even(fast, fresh) == pytest.approx(6.0)
     assert break_even(fresh, fast) == pytest.approx(6.0)
-    assert relative_time_to_reward(fast, fresh, 6.0) == pytest.approx(1.0)
-    assert relative_time_to_reward(fast, fresh, math.inf) == pytest.approx(0.5)
+    assert relative_time(fast, fresh, 6.0) == pytest.approx(1.0)
+    assert relative_time(fast, fresh, math.inf) == pytest.approx(0.5)
 
 
 def test_there_is_no_break_even_with_a_run_that_is_faster_and_fresher():
@@ -48,8 +53,8 @@ def test_at_the_break_even_both_are_equal_and_above_it_the_lead_does_not_change(
     half_life = break_even(first, second)
     if half_life is None:
         return
-    assert relative_time_to_reward(first, second, half_life) == pytest.approx(1.0, rel=1e-6)
-    above = [relative_time_to_reward(first, second, min(1e4, factor * half_life)) for factor in (1.5, 4.0, 1e6)]
+    assert relative_time(first, second, half_life) == pytest.approx(1.0, rel=1e-6)
+    above = [relative_time(first, second, min(1e4, factor * half_life)) for factor in (1.5, 4.0, 1e6)]
     assert all(time > 1.0 - 1e-9 for time in above) or all(time < 1.0 + 1e-9 for time in above)
 
 

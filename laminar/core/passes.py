@@ -109,15 +109,6 @@ def _let_go(turn: Turn, name: str) -> None:
         _apply(turn, held, held.decision)
 
 
-def why_not_resolved(turn: Turn, event: events.DecisionResolved) -> str:
-    """Why the word on a held decision would count for nothing; empty = it counts."""
-    held = turn.state.held.get(event.decision)
-    if held is None:
-        known = ", ".join(map(str, turn.state.held)) or "none"
-        return f"decision {event.decision} is not held (any more); held are: {known}"
-    return _why_no_replacement(held, event.replacement)
-
-
 def _why_no_replacement(held: HeldDecision, replacement: AnyDecision | None) -> str:
     if replacement is None or isinstance(replacement, KINDS[held.pass_name]):
         return ""

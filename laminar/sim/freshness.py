@@ -61,11 +61,6 @@ def pace_of(row: Mapping[str, object]) -> Pace:
     return Pace(tokens_per_s=rate, staleness={int(s): num for s, num in counts.items()})
 
 
-def relative_time_to_reward(a: Pace, b: Pace, half_life: float = HALF_LIFE) -> float:
-    """Time of `a` for as many fresh tokens as `b` trains in 1; below 1, `a` is ahead."""
-    return b.fresh_tokens_per_s(half_life) / a.fresh_tokens_per_s(half_life)
-
-
 def break_even(a: Pace, b: Pace) -> float | None:
     """The half-life, versions, at which both are equally good; None = one is ahead at every half-life.
 

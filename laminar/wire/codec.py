@@ -8,7 +8,7 @@ from laminar.errors import ProtocolError
 from laminar.wire.relay import FromRelay, ToRelay
 from laminar.wire.rollout import FromRollout, ToRollout
 from laminar.wire.session import FromAny, ToAny
-from laminar.wire.trainer import FromTrainer, TokenRequest, TokenRow, ToTrainer
+from laminar.wire.trainer import FromTrainer, TokenRequest, ToTrainer
 
 FRAME_BYTES_MAX = 64 << 20  # one flush of 256 trajectories x 2k tokens is ~5 MB; 64 MiB is clearly wrong
 
@@ -37,7 +37,6 @@ Decoded = TypeVar("Decoded")
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(WorkerEnvelope)
 _token_request = msgspec.msgpack.Decoder(TokenRequest)
-_token_rows = msgspec.msgpack.Decoder(list[TokenRow])
 _from_controller = msgspec.msgpack.Decoder(ControllerEnvelope)
 
 
@@ -59,14 +58,6 @@ def decode_from_controller(frame: bytes) -> ControllerEnvelope:
 def decode_token_request(body: bytes) -> TokenRequest:
     """Raises ProtocolError for anything else."""
     return _decode(_token_request, body)
-
-
-def decode_token_rows(body: bytes) -> list[TokenRow]:
-    """The answer of `POST /v1/tokens`. Raises ProtocolError for anything else; any size."""
-    try:
-        return _token_rows.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"malformed token rows: {error}") from error
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Decoded], frame: bytes) -> Decoded:

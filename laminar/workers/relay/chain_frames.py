@@ -245,8 +245,3 @@ class Frames:
         body = bytearray(length)
         self._link.receive_into(memoryview(body))
         return body
-
-
-def whole_blocks(num_bytes: int) -> int:
-    """The largest multiple of a digest block that is not above `num_bytes`."""
-    return num_bytes // BLOCK_BYTES * BLOCK_BYTES

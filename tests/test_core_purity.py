@@ -57,18 +57,35 @@ def test_the_core_uses_only_the_seeded_generator_of_random():
             assert name.split(".")[0] != "random" or name == "random.Random", f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("part", ["workers", "rl", "tasks"])
-def test_workers_know_nothing_of_core_and_controller(part):
+ROOMS = {
+    "controller": ("core", "tasks", "console", "workers.relay.paths"),
+    "workers": ("rl", "tasks"),
+    "rl": (),
+    "tasks": (),
+    "chaos": ("core", "controller", "tasks", "workers.relay"),
+    "console": ("core", "controller", "sim", "replay"),
+    "replay": ("core", "controller", "sim", "tasks"),
+    "report": ("core", "controller", "replay"),
+    "trace": ("core", "controller", "replay"),
+    "sim": ("core",),
+    "wire": (),
+}
+"""Room -> other rooms that it may import, as the architecture page says; the modules beside the rooms, and `wire`, all may."""
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_a_room_imports_no_others_than_the_architecture_page_says(part):
     assert sources(part)
     for path in sources(part):
         for name in imported(path):
-            assert not is_of(name, "laminar.core"), f"{path} imports {name}"
-            assert not is_of(name, "laminar.controller"), f"{path} imports {name}"
+            room = name.split(".")[1] if is_of(name, "laminar") and "." in name else part
+            if room in (part, "wire") or not (PACKAGE / room).is_dir():
+                continue
+            assert any(is_of(name, f"laminar.{other}") for other in ROOMS[part]), f"{path} imports {name}"
 
 
-def test_the_core_knows_nothing_of_its_drivers():
-    for path in sources("core"):
-        assert not [name for name in imported(path) if is_of(name, "laminar.controller") or is_of(name, "laminar.sim")]
+def test_every_room_but_the_core_says_what_it_may_import():
+    assert sorted([*ROOMS, "core"]) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
 def test_commands_of_the_console_import_the_core_and_nothing_that_draws_or_drives():
@@ -229,10 +246,30 @@ def test_the_ledger_places_are_the_group_states():
     assert ledger.recount(records.State()).keys() == {"in_flight", "buffered", "leased"}
 
 
-def test_the_architecture_page_has_a_place_for_every_module_of_the_core():
-    table = (ROOT / "docs" / "architecture.md").read_text().partition("| about | modules of `laminar/core` |")[2]
-    named = re.findall(r"`(\w+)`", table.partition("\n\n")[0])
-    assert sorted(named) == sorted(path.stem for path in sources("core") if path.stem != "__init__")
+def named_in(heading: str) -> list[str]:
+    """What the table of the architecture page with this heading names."""
+    table = (ROOT / "docs" / "architecture.md").read_text().partition(heading)[2]
+    return re.findall(r"`([\w/.]+)`", table.partition("\n\n")[0])
+
+
+def modules(part: str) -> list[str]:
+    """Its own modules, and its packages as `name/`."""
+    found = [path.stem for path in (PACKAGE / part).glob("*.py") if not path.stem.startswith("__")]
+    return sorted(found + [f"{path.parent.name}/" for path in (PACKAGE / part).glob("*/__init__.py")])
+
+
+@pytest.mark.parametrize("part", ["core", "controller"])
+def test_the_architecture_page_has_one_place_for_every_module_of(part):
+    assert sorted(named_in(f"| about | modules of `laminar/{part}` |")) == modules(part)
+
+
+def test_the_architecture_page_has_one_place_for_every_room_of_the_workers():
+    assert sorted(named_in("| about | rooms of `laminar/workers` |")) == modules("workers")
+
+
+def test_the_architecture_page_has_one_place_for_every_room():
+    rooms = {name.removeprefix("laminar/").removesuffix(".py") for name in named_in("| where | what | may import |")}
+    assert [name for name in modules("") if name not in rooms] == []
 
 
 # ---- size --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The tokens of what was trained, kept in Parquet: `archive/steps-<first>-<last>-<id>.parquet` (`log.archive`, docs/recovery.md).
+"""The tokens of what was trained, kept in Parquet: `archive/steps-<first>-<last>-<id>.parquet` (`log.archive`, docs/storage.md).
 
     ForgetTokens of a committed step ─► Archive.add ─► a file, in another thread ─► TokenStore.forget
 

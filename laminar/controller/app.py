@@ -24,6 +24,7 @@ from laminar.controller.parts import Given, Parts
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import last_port, write_url
+from laminar.controller.snapshots import Snapshots
 from laminar.controller.summary import summarize
 from laminar.controller.upkeep import MIB
 from laminar.core import actions, events
@@ -34,7 +35,6 @@ from laminar.workers.relay import paths
 
 REFRESH_S = 0.25  # of the live panel
 LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
-SNAPSHOT_EVENTS = 16_384  # in a long step: a take-over replays no more than about so many, some 60 µs each
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
@@ -48,7 +48,6 @@ class Application:
         self._damaged: dict[Path, str] = {}
         self._data_state = b""
         self._began, self._interrupts = time.monotonic(), 0
-        self._kept = 0  # the last event of which there is a snapshot
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -86,7 +85,7 @@ class Application:
             time.time(), os.getpid(), socket.gethostname(), resumed, run_id=run.id_of, continues=given.continues
         )
         self._parts = Parts(self._given, self._log, core, self._boot, self._history)
-        self._parts.runtime.settled = self._keep
+        self._parts.runtime.settled = Snapshots(self._parts.runtime, self._log, self._snapshot).settled
         self._go_on_from(core)
 
     def _open_log(self) -> EventLog:
@@ -205,20 +204,9 @@ class Application:
             reason = f"{self._log.failure}; this one has stopped, and leaves the run and its workers to that one"
         return actions.FinishRun(cause=self._parts.runtime.seq, reason=reason, ok=False)
 
-    def _keep(self, event: events.AnyEvent) -> None:
-        """See to a snapshot where one is due: at the first event, without delay; later not on top of a step's rows."""
-        if isinstance(event, events.RunStarted | events.ControllerRestarted):
-            self._snapshot()
-        elif isinstance(event, events.StepFinished) or event.seq - self._kept >= SNAPSHOT_EVENTS:
-            self._kept = event.seq
-            asyncio.get_running_loop().call_soon(self._snapshot)
-
-    def _snapshot(self) -> None:
-        """A controller that takes over replays what came after this."""
+    def _snapshot(self) -> bytes:
         parts = self._parts
-        if not parts.runtime.crashed:
-            self._kept = parts.runtime.seq
-            self._log.snapshot(self._kept, recovery.snapshot(parts.runtime.core, parts.channels, parts.effects))
+        return recovery.snapshot(parts.runtime.core, parts.channels, parts.effects)
 
     def _on_signal(self, name: str) -> None:
         self._interrupts += 1

@@ -9,6 +9,7 @@ the earlier the higher.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 
 class Shelf:
@@ -27,21 +28,22 @@ class Shelf:
 
     def put(self, index: int, kv: int, requests: int) -> None:
         """From now on the replica is a possible destination."""
-        rank, nodes = self._hold(index, kv, requests)
+        rank, room = kv * self._size + self._size - 1 - index, self._requests_max - requests
+        nodes = self._paths[room] if room in self._paths else self._path(room)
         for node in nodes:
             insort(node, rank)
+        self._held[index] = rank, nodes
 
-    def put_on_top(self, index: int, kv: int, requests: int) -> None:
-        """`put` of one that ranks above all that are there."""
-        rank, nodes = self._hold(index, kv, requests)
-        for node in nodes:
-            node.append(rank)
-
-    def _hold(self, index: int, kv: int, requests: int) -> tuple[int, list[list[int]]]:
-        room = self._requests_max - requests
-        nodes = self._paths[room] if room in self._paths else self._path(room)
-        held = self._held[index] = kv * self._size + self._size - 1 - index, nodes
-        return held
+    def put_on_top(self, ascending: Iterable[tuple[int, int, int]]) -> None:
+        """`put` of many, (index, kv, requests) each, of which each ranks above all that are there."""
+        held, paths, size, requests_max = self._held, self._paths, self._size, self._requests_max
+        for index, kv, requests in ascending:
+            room = requests_max - requests
+            nodes = paths[room] if room in paths else self._path(room)
+            rank = kv * size + size - 1 - index
+            for node in nodes:
+                node.append(rank)
+            held[index] = rank, nodes
 
     def take(self, index: int) -> None:
         """It is none any more."""

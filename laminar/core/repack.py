@@ -103,6 +103,7 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
     kv = [load.kv_used for load in group]
     requests = [load.num_requests for load in group]
     shelves = _shelves(group)
+    questions = [shelf.fullest for shelf in shelves.values()]
     shelf_of = [shelves[load.kv_max, load.requests_max] for load in group]
     receiving: dict[int, None] = {}
     moves = []
@@ -110,7 +111,7 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
         if index in receiving:
             continue
         source = group[index]
-        best = max([shelf.fullest(source.kv_used, source.num_requests, index) for shelf in shelves.values()])
+        best = max([fullest(source.kv_used, source.num_requests, index) for fullest in questions])
         if best < 0:
             reasons[source.worker] = "candidate, but no other replica of its version has room for all it generates"
             continue
@@ -131,14 +132,13 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
 
 def _shelves(group: list[Load]) -> dict[tuple[int, int], Shelf]:
     """Every candidate as a destination, by its limits. Replicas of one kind share theirs, so these are few."""
-    shelves: dict[tuple[int, int], Shelf] = {}
-    for load in group:
-        limits = load.kv_max, load.requests_max
-        if limits not in shelves:
-            shelves[limits] = Shelf(kv_max=load.kv_max, requests_max=load.requests_max, size=len(group))
-    for index in sorted(range(len(group) - 1, -1, -1), key=lambda index: group[index].kv_used):  # by rank
+    shelved: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for index in sorted(range(len(group) - 1, -1, -1), key=[load.kv_used for load in group].__getitem__):  # by rank
         load = group[index]
-        shelves[load.kv_max, load.requests_max].put_on_top(index, load.kv_used, load.num_requests)
+        shelved.setdefault((load.kv_max, load.requests_max), []).append((index, load.kv_used, load.num_requests))
+    shelves = {limits: Shelf(kv_max=limits[0], requests_max=limits[1], size=len(group)) for limits in shelved}
+    for limits, shelf in shelves.items():
+        shelf.put_on_top(shelved[limits])
     return shelves
 
 

@@ -64,6 +64,8 @@ def dumps(config: Config) -> str:
 
 def _merge_file(sections: dict[str, dict[str, Any]], path: Path) -> None:
     for section, table in _read(path).items():
+        if section not in _SECTIONS and not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} = {_show(table)} stands in no section{_homes(section)}")
         _require_section(section, str(path))
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section} = {_show(table)}: expected a section [{section}] with keys")
@@ -130,6 +132,12 @@ def _require_section(name: str, where: str) -> None:
         near = difflib.get_close_matches(name, _SECTIONS, 1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SECTIONS)}"
         raise ConfigError(f"{where}: section {name} is unknown; {hint}")
+
+
+def _homes(key: str) -> str:
+    """Where a key that stands alone belongs."""
+    homes = [section for section, keys in _KEYS.items() if key in keys]
+    return f"; it belongs below [{'] or ['.join(homes)}]" if homes else f"; there are [{'], ['.join(_SECTIONS)}]"
 
 
 def _require_key(section: str, name: str, where: str) -> None:
@@ -227,7 +235,8 @@ def _absolute(text: str, directory: Path | None) -> str:
 def _require_model(path: str) -> None:
     if not Path(path).is_dir():
         raise ConfigError(
-            f"model.path = {path!r}: no such directory; name a local Hugging Face model directory (download it first)"
+            f"model.path = {path!r}: no such directory; name one with a Hugging Face model"
+            " (`hf download ORG/NAME --local-dir DIR` makes one)"
         )
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: the directory has no config.json, so it is no Hugging Face model")

@@ -55,6 +55,7 @@ _LEAST: dict[str, int] = {
     "task.size": 1,
     "task.reward_workers": 1,
     "task.agent_memory_mb": 0,
+    "task.reward_delay_median_s": 0,
     "task.eval_prompts": 0,
     "rollout.max_concurrent": 1,
     "rollout.local_batch_groups": 0,
@@ -63,12 +64,17 @@ _LEAST: dict[str, int] = {
     "rollout.length_floor_median": 0,
     "rollout.length_floor_p99": 0,
     "buffer.max_groups": 0,
+    "trainer.lr": 0,
+    "trainer.weight_decay": 0,
+    "trainer.warmup_updates": 0,
+    "trainer.grad_clip": 0,
     "trainer.checkpoint_every": 0,
     "trainer.keep_every": 0,
     "trainer.restarts": 0,
     "trainer.step_timeout_s": 0,
     "controller.stall_after_s": 0,
     "trainer.micro_batch_tokens": 1,
+    "algorithm.clip_high": 0,
     "relay.rate_limit_mbit": 0,
     "log.max_mib": 0,
 }
@@ -139,8 +145,20 @@ def _rules(c: Config) -> _Rules:
 
 def _run_rules(c: Config) -> _Rules:
     return [
-        (not c.model.path, "model.path is empty: name a directory with a Hugging Face model"),
+        (
+            not c.model.path,
+            "model.path is empty: name a directory with a Hugging Face model, in the file of --config or as model.path=DIR",
+        ),
         (c.run.steps < 1, f"run.steps = {c.run.steps}: at least one step"),
+        (
+            0 < c.task.reward_delay_p99_s < c.task.reward_delay_median_s or c.task.reward_delay_p99_s < 0,
+            f"task.reward_delay_p99_s = {c.task.reward_delay_p99_s}: not below task.reward_delay_median_s ="
+            f" {c.task.reward_delay_median_s}",
+        ),
+        (
+            c.task.reward_delay_p99_s > 0 and not c.task.reward_delay_median_s,
+            f"task.reward_delay_p99_s = {c.task.reward_delay_p99_s} means nothing without task.reward_delay_median_s",
+        ),
         (
             0 < c.model.context_tokens_max <= c.rollout.max_tokens,
             f"model.context_tokens_max = {c.model.context_tokens_max}: responses of rollout.max_tokens ="
@@ -174,6 +192,10 @@ def _rollout_rules(c: Config) -> _Rules:
             f"rollout.length_floor_p99 = {c.rollout.length_floor_p99}: below rollout.length_floor_median ="
             f" {c.rollout.length_floor_median}",
         ),
+        (
+            c.rollout.canary_tolerance < 0 and c.rollout.canary_tolerance != -1,
+            f"rollout.canary_tolerance = {c.rollout.canary_tolerance}: above 0, 0 for no check, or -1 for the default",
+        ),
         (c.rollout.staleness_budget < 0, f"rollout.staleness_budget = {c.rollout.staleness_budget}: 0 or more"),
         (not 0 < c.rollout.draining_share <= 1, "rollout.draining_share must be between 0 (excluded) and 1"),
         (c.rollout.restarts < 0, f"rollout.restarts = {c.rollout.restarts}: 0 or more"),
@@ -198,6 +220,11 @@ def _trainer_rules(c: Config) -> _Rules:
             not 1 <= c.trainer.mini_batches <= c.trainer.batch_prompts,
             f"trainer.mini_batches = {c.trainer.mini_batches}: between 1 and trainer.batch_prompts = {c.trainer.batch_prompts}",
         ),
+        (
+            not all(0 <= beta < 1 for beta in c.trainer.betas),
+            f"trainer.betas = {_shown(c.trainer.betas)}: both from 0 to below 1",
+        ),
+        (not 0 <= c.algorithm.clip_low <= 1, f"algorithm.clip_low = {c.algorithm.clip_low}: between 0 and 1"),
         (c.trainer.keep_last < 1, f"trainer.keep_last = {c.trainer.keep_last}: keep at least the newest checkpoint"),
         (
             c.trainer.keep_every > 0 and not c.trainer.checkpoint_every,
@@ -298,6 +325,10 @@ def _controller_rules(c: Config) -> _Rules:
         (
             c.controller.heartbeat_timeout_s <= 2 * c.controller.heartbeat_s,
             "controller.heartbeat_timeout_s must be more than twice controller.heartbeat_s",
+        ),
+        (
+            not 0 <= c.controller.port <= 65535,
+            f"controller.port = {c.controller.port}: at most 65535, or 0 for any free one",
         ),
         (
             not _is_address(c.controller.advertise),

@@ -7,6 +7,7 @@ Invariants:
   package.
 """
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -41,6 +42,31 @@ def load_object(reference: str, what: str, *, fresh: bool = False) -> Any:
     return getattr(module, name)
 
 
+def check_file(reference: str, what: str) -> None:
+    """For code that another process is to load: whether the file of a ``file.py:name`` is there, parses, and binds the name.
+    Nothing of it runs. Raises ConfigError."""
+    place, _, name = reference.rpartition(":")
+    heading = f'{what} = "{reference}"'
+    path = Path(place).expanduser().absolute()
+    _require_file(path, heading)
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError, OSError, RecursionError) as error:
+        raise _import_error(heading, place, error) from error
+    bound = [bound for node in nodes for bound in _bound_by(node)]
+    if name not in bound and "*" not in bound:
+        near = difflib.get_close_matches(name, bound, 1)
+        raise ConfigError(f"{heading}: {place} has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
+
+
 def is_file_reference(reference: str) -> bool:
     """Whether the part before the last colon is the path of a Python file."""
     return reference.rpartition(":")[0].endswith(".py")
@@ -48,9 +74,7 @@ def is_file_reference(reference: str) -> bool:
 
 def _load_file(path: Path, heading: str, fresh: bool) -> ModuleType:
     path = path.expanduser().absolute()
-    if not path.is_file():
-        nearby = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"{heading}: no file {path}{_nearest(path.name, nearby)}")
+    _require_file(path, heading)
     path = path.resolve()
     # The checksum keeps two files of the same name in different directories apart.
     name = f"laminar_user_{path.stem}_{crc32(str(path).encode()):08x}"
@@ -70,6 +94,12 @@ def _load_file(path: Path, heading: str, fresh: bool) -> ModuleType:
         sys.modules.pop(name, None)
         raise _import_error(heading, str(path), error) from error
     return module
+
+
+def _require_file(path: Path, heading: str) -> None:
+    if not path.is_file():
+        nearby = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"{heading}: no file {path}{_nearest(path.name, nearby)}")
 
 
 def _load_module(name: str, heading: str) -> ModuleType:

@@ -1,12 +1,13 @@
 """References to user code: found, cached, and every mistake named with its place."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from laminar.errors import ConfigError
-from laminar.plugins import is_file_reference, load_object
+from laminar.plugins import check_file, is_file_reference, load_object
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +119,28 @@ def test_a_file_that_failed_is_run_again_after_it_was_corrected():
     message("mine.py:value")
     write("mine.py", "value = 'now it is longer than before'\n")
     assert load_object("mine.py:value", "x").startswith("now")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no file"),
+        ("def rewrad(p, r): ...\n", "has no reward; did you mean rewrad?"),
+        ("def reward(p, r)\n", "does not parse: expected ':' "),
+        ("raise SystemExit\nif True:\n    reward = len\n", ""),
+        ("from elsewhere import score as reward\n", ""),
+        ("from elsewhere import *\n", ""),
+        ("async def reward(p, r): ...\n", ""),
+    ],
+)
+def test_a_file_is_checked_without_being_run(workplace, text, expected):
+    if text is not None:
+        (workplace / "judge.py").write_text(text)
+    if not expected:
+        return check_file("judge.py:reward", "task.reward")
+    with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
+        check_file("judge.py:reward", "task.reward")
+    assert str(caught.value).startswith('task.reward = "judge.py:reward": ')
 
 
 def test_file_references_are_told_from_modules():

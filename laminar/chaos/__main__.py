@@ -22,6 +22,7 @@ from laminar.chaos.roster import Roster, roster
 from laminar.chaos.strikes import Striker
 from laminar.chaos.targets import Targets
 from laminar.chaos.trial import Trial
+from laminar.commandline import Parser
 from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.rundir import RunDirectory
@@ -58,11 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m laminar.chaos",
         description="Inject faults into a real run and report what they cost.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = parser.add_argument_group("the run")
     run.add_argument("--cluster", metavar="HOSTS", type=Path, help="start one on these hosts")

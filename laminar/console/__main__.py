@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
+from laminar.commandline import EXIT_USAGE, Parser
 from laminar.console.language import commands_of
 from laminar.console.targets.base import Target
 from laminar.errors import LaminarError
 
-EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 130
 EPILOG = """examples:
   python -m laminar.console                                   (the latest run under runs/)
   python -m laminar.console runs/my-run -c "status; fleet"
@@ -24,12 +24,6 @@ EPILOG = """examples:
 With -c, or commands on standard input, it ends at the first command that is refused, with exit code 1; 2 means that the arguments
 are wrong. docs/console.md has a session of each kind.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage of all options."""
-        self.exit(EXIT_USAGE, f"error: {message}; --help has examples\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,12 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and those of `python -m laminar.sim`."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m laminar.console",
         description="Look into a run, ask why, step through its decisions, change it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     simulates = any(word == "--sim" or word.startswith("--sim=") for word in given)
     if not simulates:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from laminar import __version__, configfile, descriptors, hosts, samplers
+from laminar.commandline import Parser
 from laminar.config import Config
 from laminar.controller import rundir
 from laminar.controller.plan import Process, describe, plan
@@ -27,6 +28,7 @@ from laminar.controller.reach import reach
 from laminar.controller.runlock import RunLock
 from laminar.errors import ConfigError, LaminarError, StartError
 from laminar.logs import Lossy
+from laminar.plugins import check_file, is_file_reference
 
 EXIT_INTERRUPTED = 130
 MAY_MOVE = ("controller.host", "controller.port", "controller.advertise", "controller.ssh")
@@ -66,11 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m laminar.controller",
         description="Laminar: asynchronous RL post-training of language models.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cluster", metavar="HOSTS", type=Path, help="hosts file: which machine does what")
     parser.add_argument("--config", metavar="TOML", type=Path, help="configuration file")
@@ -126,10 +127,10 @@ def _run(options: argparse.Namespace) -> int:
     run = None
     if options.resume is not None:
         run = rundir.reopen(Path(options.resume) if options.resume else rundir.latest(Path("runs")))
+    elif options.from_checkpoint:
+        raise ConfigError("--from-checkpoint says how to --resume a run; add that")
     elif options.cluster is None:
         raise ConfigError("name a hosts file with --cluster (or a run with --resume); --help shows examples")
-    elif options.from_checkpoint:
-        raise ConfigError("--from-checkpoint says how to --resume a run; name one")
     if run is not None and not options.from_checkpoint and (why := run.unreadable()):
         raise StartError(
             f"the log {run.database} is damaged ({why}); go on from the last checkpoint with --from-checkpoint"
@@ -143,10 +144,19 @@ def _run(options: argparse.Namespace) -> int:
     config = configfile.load(options.config or (run.config if run else None), overrides)
     hosts_file = options.cluster or (run.hosts if run else None)
     machines = hosts.load(hosts_file)
+    if not continues:  # else workers live, which have loaded it
+        _check_reward(config, machines)
     resume = run.last_checkpoint() if run else None
     if options.dry_run:
         return _show(config, machines, resume)
     return _start(config, machines, hosts_file.read_text(), run, continues)
+
+
+def _check_reward(config: Config, machines: list[hosts.Host]) -> None:
+    """A rollout worker of this machine would find it only after models are loaded. Others are asked before they start."""
+    here = any(machine.role == "rollout" and hosts.is_local(machine.address) for machine in machines)
+    if here and is_file_reference(config.task.reward):
+        check_file(config.task.reward, "task.reward")
 
 
 def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continues: bool) -> None:

@@ -129,9 +129,11 @@ def _next_steps(run: Path, state: State) -> list[str]:
     resume = f"{_python()} -m laminar.controller --resume {path}{more}"
     if not checkpoints.complete(run / "checkpoints"):
         resume = "not possible: the run ended before its first checkpoint"
+    lines = [f"run directory      {run}", f"resume             {resume}"]
+    if not state.trainer.step:
+        return lines
     return [
-        f"run directory      {run}",
-        f"resume             {resume}",
+        *lines,
         f"look               {_python()} scripts/asynchrony.py {path}",
         f"                   sqlite3 {path}/run.db 'SELECT step, value FROM metrics WHERE name = \"reward/mean\"'",
     ]

@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from laminar.commandline import EXIT_USAGE, Parser
 from laminar.controller import rundir
 from laminar.errors import LaminarError
 from laminar.replay.changes import parse
@@ -26,7 +27,7 @@ from laminar.replay.show import (
 from laminar.replay.verify import verify
 from laminar.replay.whatif import whatif
 
-EXIT_SAME, EXIT_DIVERGED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_SAME, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 130
 EPILOG = """examples:
   python -m laminar.replay runs/my-run                              (what was recorded)
   python -m laminar.replay runs/my-run --verify
@@ -37,12 +38,6 @@ EPILOG = """examples:
 Exit status: 0 = done, and for --verify: no divergence; 1 = the present code decides otherwise; 2 = the log or the arguments cannot
 be used. Nothing is written to the run, which may be going on. docs/replay.md says what each can and cannot tell.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage of all options."""
-        self.exit(EXIT_USAGE, f"error: {message}; --help has examples\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,12 +66,10 @@ def _chosen(options: argparse.Namespace) -> Callable[[Recording, list[Life], arg
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m laminar.replay",
         description="Replay a recorded run through the scheduling core.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "run",

@@ -1,10 +1,10 @@
 """`python -m laminar.report`: one run as one HTML file."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
+from laminar.commandline import Parser
 from laminar.controller import rundir
 from laminar.errors import LaminarError
 from laminar.replay.recording import Recording
@@ -21,11 +21,10 @@ The file needs nothing else: it can be mailed, kept, and opened without a networ
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 = written, 2 = wrong input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m laminar.report",
         description="Write one HTML file with the plots and tables of a run.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run", nargs="?", type=Path, help="a run's directory, or its run.db (default: the latest in runs/)"

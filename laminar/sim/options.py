@@ -9,11 +9,12 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from laminar import samplers
+from laminar.commandline import Parser
 from laminar.configrules import PARTNERS
 from laminar.core import limits
 from laminar.core.settings import RefreshPolicy, Settings
@@ -55,20 +56,12 @@ OF_SCENARIO = ("group_size", "batch_groups", "checkpoint_every")
 """Core settings that other choices follow from."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage of all options."""
-        self.exit(2, f"error: {message}; --help lists all options\n")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """What was asked for. Exits with 2 and one line if it is not understood."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m laminar.sim",
         description="Simulate runs of Laminar: the real scheduling core in virtual time.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     _choice(
@@ -111,7 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return _completed(parser, parser.parse_args(arguments))
 
 
-def _choice(parser: _Parser, option: str, choices: list[str], text: str) -> None:
+def _choice(parser: Parser, option: str, choices: list[str], text: str) -> None:
     def chosen(value: str) -> str:
         if value not in choices:
             raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}{_nearest(value, choices)}")
@@ -124,7 +117,7 @@ def _faults_help() -> str:
     return f"strikes per hour: {', '.join(faults.PER_HOUR)}; share of cases: {', '.join(faults.PER_CASE)}"
 
 
-def _completed(parser: _Parser, options: argparse.Namespace) -> argparse.Namespace:
+def _completed(parser: Parser, options: argparse.Namespace) -> argparse.Namespace:
     """Defaults in the place of what was not given; options that would have no effect are refused before that."""
     given = [name for name, value in vars(options).items() if value not in (None, False, [])]
     if options.preset in GRIDS:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from laminar import wire
 from laminar.config import TaskConfig
+from laminar.errors import ConfigError
 from laminar.tasks.reward_wire import HEADER, Answer, Ask, Begun, NotReady, Ready, Setup, pack, to_child
 
 PR_SET_PDEATHSIG = 1
@@ -59,6 +60,9 @@ async def serve() -> None:
     assert isinstance(setup, Setup)
     try:
         scorer = load(setup.task)
+    except ConfigError as error:  # says all
+        write(answers, NotReady(str(error)))
+        return
     except (Exception, SystemExit):  # the boundary to user code  # noqa: BLE001
         write(answers, NotReady(last_lines()))
         return

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+from laminar.commandline import Parser
 from laminar.controller import rundir
 from laminar.errors import ConfigError, LaminarError
 from laminar.replay.recording import Recording
@@ -39,11 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m laminar.trace",
         description="Write a time range of a run as a trace for Perfetto.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run", nargs="?", type=Path, help="a run's directory, or its run.db (default: the latest in runs/)"

@@ -27,6 +27,10 @@ def load(reference: str, what: str, *, fresh: bool = False) -> Sampler:
     """One sampler of the class that `reference` names; `what` = the option that named it; `fresh`: a file is read again. Raises
     ConfigError."""
     heading = f'{what} = "{reference}"'
+    if ":" not in reference:
+        raise ConfigError(
+            f'{heading}: expected "{FIFO}", "pkg.mod:Class" or "path/file.py:Class"; see docs/samplers.md'
+        )
     factory = load_object(reference, what, fresh=fresh)
     try:
         sampler = factory()

@@ -254,7 +254,7 @@ not_a_class = 3
     [
         ("none.py:Good", ("no file", "none.py")),
         ("mine.py:God", ("mine.py has no God", "Good")),
-        ("mine.py", ('expected "pkg.mod:Name" or "path/file.py:Name"',)),
+        ("mine.py", ('expected "fifo", "pkg.mod:Class" or "path/file.py:Class"',)),
         ("no_such_package.mod:Good", ("no module no_such_package",)),
         ("broken.py:Good", ("does not parse", "broken.py:1")),
         ("mine.py:NoState", ("has no method state, load_state", "docs/samplers.md")),

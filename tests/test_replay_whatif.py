@@ -17,7 +17,8 @@ from laminar.errors import ConfigError, LaminarError
 from laminar.replay import changes
 from laminar.replay.__main__ import main
 from laminar.replay.changes import Changes
-from laminar.replay.meter import TooShort
+from laminar.replay.meter import Meter, TooShort
+from laminar.replay.playback import Playback
 from laminar.replay.rates import fitted
 from laminar.replay.recording import Recording
 from laminar.replay.whatif import Comparison, Recorded, record, simulated, whatif
@@ -176,6 +177,24 @@ def test_a_change_that_cannot_be_is_refused_with_what_would_do(word: str, messag
 def test_settings_that_cannot_work_are_refused(recorded: Recorded) -> None:
     with pytest.raises(LaminarError, match="these settings cannot work"):
         simulated(recorded, changes.parse(["buffer.max_groups=2"]))
+
+
+async def test_the_trainers_share_of_the_time_is_that_of_its_steps_however_short(tmp_path: Path) -> None:
+    world = RecordedWorld(tmp_path, settings(steps=12), 3)
+    world.run()
+    await world.close()
+    meter, starts, ends = Meter(), {}, {}
+    with Recording(tmp_path) as recording:
+        playback = Playback(recording)
+        for step in playback.steps():
+            meter.observe(playback.core, step.event, step.actions)
+            starts |= {a.step: step.event.at for a in step.actions if isinstance(a, actions.StartTrainStep)}
+            if isinstance(step.event, events.StepFinished):
+                ends[step.event.step] = step.event.at
+    found = meter.figures()
+    window = range(13 - found.steps, 13)
+    busy_s = sum(ends[step] - starts[step] for step in window)
+    assert found.trainer_busy == pytest.approx(busy_s / (ends[12] - ends[window[0] - 1]))
 
 
 def test_what_of_the_recording_is_damaged_is_left_out_and_told(plain: Path, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def latest(directory: Path) -> Path:
     """The run under `directory` that was touched last. Raises ConfigError if there is none."""
     runs = [path.parent for path in directory.glob("*/run.db")]
     if not runs:
-        raise ConfigError(f"there is no run in {directory.absolute()}")
+        raise ConfigError(f"there is no run in {directory.absolute()}; name the directory of one")
     return max(runs, key=lambda path: (path / "run.db").stat().st_mtime)
 
 

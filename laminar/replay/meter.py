@@ -10,7 +10,7 @@ from laminar.core.events import AnyEvent, StepFinished
 from laminar.errors import LaminarError
 from laminar.ids import Version
 
-SAMPLE_S = 0.1  # what is averaged over time is looked at so often at most
+SAMPLE_S = 0.1  # the fleet is looked at so often at most
 WARMUP_SHARE = 5  # the first fifth of the steps, while the buffer and the fleet fill
 STEPS_MIN = 3
 
@@ -66,8 +66,9 @@ class Meter:
         self._batch_tokens: dict[int, int] = {}
         self._staleness: dict[int, Counter[int]] = {}
         self._responses: list[tuple[float, float]] = []
-        self._sampled_at = 0.0
+        self._at = self._looked_at = 0.0
         self._present = (0.0, 0.0, 0.0)
+        """Whether the trainer trains, share of the replicas that generate, complete groups."""
         self._trainer_s = self._replicas_s = self._buffered_s = 0.0
 
     @property
@@ -77,7 +78,7 @@ class Meter:
 
     def observe(self, core: Core, event: AnyEvent, actions: list[AnyAction]) -> None:
         """One event and what the core answered."""
-        self._sample(core)
+        self._pass(core)
         for action in actions:
             if isinstance(action, StartTrainStep):
                 self._note_batch(core, action)
@@ -88,19 +89,19 @@ class Meter:
         if isinstance(event, StepFinished) and core.state.trainer.step == event.step:
             self._mark(core, event)
 
-    def _sample(self, core: Core) -> None:
+    def _pass(self, core: Core) -> None:
+        """The time since the event before, and what holds from now on."""
         state = core.state
-        past = state.at - self._sampled_at
-        if past < SAMPLE_S and self._sampled_at:
-            return
-        if self._sampled_at:
-            trainer, replicas, buffered = self._present
-            self._trainer_s += past * trainer
-            self._replicas_s += past * replicas
-            self._buffered_s += past * buffered
-        self._sampled_at = state.at
-        busy = sum(replica.num_generating > 0 for replica in state.replicas.values())
-        self._present = (float(state.trainer.running > 0), busy / max(1, len(state.replicas)), float(len(state.buffer)))
+        past, self._at = state.at - self._at, state.at
+        trainer, replicas, buffered = self._present
+        self._trainer_s += past * trainer
+        self._replicas_s += past * replicas
+        self._buffered_s += past * buffered
+        if state.at >= self._looked_at + SAMPLE_S:
+            self._looked_at = state.at
+            busy = sum(replica.num_generating > 0 for replica in state.replicas.values())
+            replicas = busy / max(1, len(state.replicas))
+        self._present = float(state.trainer.running > 0), replicas, float(len(state.buffer))
 
     def _note_batch(self, core: Core, action: StartTrainStep) -> None:
         state = core.state

@@ -128,9 +128,7 @@ class Recording:
         try:
             yield
         except (sqlite3.Error, msgspec.MsgspecError, TypeError) as error:  # TypeError: a damaged row has other columns
-            raise RecordingError(
-                f"cannot read {self.path}: {error}; a run.db of Laminar is expected, undamaged"
-            ) from error
+            raise RecordingError(_unreadable(self.path, error)) from error
 
     def query(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Rows of any table. Raises RecordingError."""
@@ -304,7 +302,10 @@ def _opened(path: Path, *, is_at_rest: bool) -> tuple[sqlite3.Connection, str]:
     except (OSError, sqlite3.Error) as error:
         if database is not None:
             database.close()
-        raise RecordingError(
-            f"cannot read {path}: {error}; a run.db of Laminar is expected, if there is a {log.name} in a directory that can be "
-            "written: copy both to one"
-        ) from error
+        raise RecordingError(_unreadable(path, error)) from error
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    log = wal.path_of(path)
+    hint = f"; with {log.name} beside it SQLite has to write there: if it may not, copy both to another directory"
+    return f"cannot read {path}: {error}; a run.db of Laminar is expected, undamaged" + (hint if log.exists() else "")

@@ -14,6 +14,7 @@ import pytest
 
 from laminar.console.__main__ import main as console
 from laminar.controller import answers
+from laminar.controller.channels import Kept
 from laminar.controller.eventlog import EventLog
 from laminar.controller.recovery import Snapshot
 from laminar.controller.schema import checksum
@@ -246,8 +247,25 @@ async def test_what_was_recorded_without_answers_is_compared_by_its_states(tmp_p
     assert (verdict.num_answers, verdict.num_states > 1) == (0, True)
     assert verdict.notes == ["boot 1 did not record what it answered: only the states kept are compared"]
     change(tmp_path, "DELETE FROM snapshots")
-    assert "there is nothing to compare with" in verified(tmp_path).unusable
+    assert verified(tmp_path).unusable == "neither answers nor states that this Laminar can read were recorded"
     assert main([str(tmp_path), "--verify"]) == 2
+
+
+async def test_a_state_of_another_laminar_is_left_out_and_told(tmp_path: Path) -> None:
+    world = await record(tmp_path)
+    strange = Snapshot(core=msgspec.Raw(msgspec.msgpack.encode({"replicas": 3})), channels=Kept(), relay_addresses={})
+    body = msgspec.msgpack.encode(strange)
+    with sqlite3.connect(tmp_path / "run.db") as database:
+        (seq,) = database.execute("SELECT max(seq) FROM snapshots").fetchone()
+        database.execute("UPDATE snapshots SET body = ?, crc = ? WHERE seq = ?", (body, checksum(seq, body), seq))
+    database.close()
+    divergence = verified(tmp_path).divergence
+    assert divergence is not None, "this very code has written it"
+    assert divergence.what[0].startswith("the state that was kept cannot be read: ")
+    change(tmp_path, "UPDATE cores SET code = '12345678'")
+    verdict = verified(tmp_path)
+    assert (verdict.divergence, verdict.num_events) == (None, world.seq)
+    assert verdict.notes == [f"the state kept after event {seq} is not of this Laminar, and was not compared"]
 
 
 async def test_a_damaged_end_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def _verify(recording: Recording, life: Life, events_max: int) -> Verdict:
     if events_max and playback.seq - begun >= events_max and playback.next_event is not None:
         notes.append(f"compared up to event {playback.seq} of {playback.last_seq}")
     nothing = not (comparison.knows_answers or comparison.num_states or divergence)
-    unusable = "there is nothing to compare with: neither answers nor states were recorded" if nothing else ""
+    unusable = "neither answers nor states that this Laminar can read were recorded" if nothing else ""
     done = playback.seq - begun - (divergence is not None and divergence.seq == playback.seq)
     num_answers, num_states = comparison.num_answers, comparison.num_states
     return Verdict(life, done, num_answers, num_states, divergence, unusable, playback.cut, notes)
@@ -93,6 +93,7 @@ class _Comparison:
         """Of some event; also that there were none."""
         self.num_answers = self.num_states = 0
         self._damaged: list[int] = []
+        self._strange: list[int] = []
 
     def notes(self) -> Iterator[str]:
         """What was not compared."""
@@ -100,6 +101,8 @@ class _Comparison:
             yield f"boot {', '.join(map(str, old))} did not record what it answered: only the states kept are compared"
         if self._damaged:
             yield f"the state kept after event {', '.join(map(str, self._damaged))} is damaged, and was not compared"
+        if self._strange:
+            yield f"the state kept after event {', '.join(map(str, self._strange))} is not of this Laminar, and was not compared"
 
     def run(self, events_max: int) -> Divergence | None:
         """To the end of the life, or the first difference."""
@@ -135,21 +138,18 @@ class _Comparison:
         if checksum(seq, body) != crc:
             self._damaged.append(seq)
             return []
-        now = self._playback.core.snapshot()
         try:
-            then = bytes(msgspec.msgpack.decode(body, type=Snapshot).core)
-            self.num_states += 1
-            if then == now:
-                return []
-            states = (
-                snapshot.decode(then),
-                snapshot.decode(now),
-            )  # one may have been restored before: 1 and 1.0 are the same
+            then = snapshot.decode(bytes(msgspec.msgpack.decode(body, type=Snapshot).core))
         except msgspec.MsgspecError as error:
-            return [f"the state that was kept is not one of this Laminar: {error}"]
-        if snapshot.encode(states[0]) == snapshot.encode(states[1]):
+            if self._boots[boot].code == answers.code():
+                return [f"the state that was kept cannot be read: {error}"]
+            self._strange.append(seq)
             return []
-        return [f"the same answer, another state: {_first_difference(*map(_plain, states))}"]
+        self.num_states += 1
+        now = snapshot.decode(self._playback.core.snapshot())  # as it is after a restore, too: 1 and 1.0 are the same
+        if snapshot.encode(then) == snapshot.encode(now):
+            return []
+        return [f"the same answer, another state: {_first_difference(_plain(then), _plain(now))}"]
 
     def _raised(self, error: ReplayError) -> Divergence | None:
         event = self._playback.refused

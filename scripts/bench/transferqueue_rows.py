@@ -25,6 +25,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 
 PARTITION = "train"
+LATE_S = 60.0  # for puts that wait for the batch that is being fetched
 AT_ONCE = 8  # puts under way: more were not faster
 BATCH_GROUPS = 512
 GROUP_SIZE = 8
@@ -57,9 +58,13 @@ class Work:
     async def run(self) -> None:
         """For as long as asked."""
         self._deadline = time.monotonic() + self._seconds
-        putting = [asyncio.create_task(self._put()) for _ in range(AT_ONCE)]
+        putting = asyncio.gather(*(self._put() for _ in range(AT_ONCE)))
         getting = asyncio.create_task(self._get())
-        await asyncio.gather(*putting)
+        async with asyncio.timeout(self._seconds + LATE_S):
+            await asyncio.wait([putting, getting], return_when=asyncio.FIRST_COMPLETED)
+        if getting.done():
+            getting.result()  # raises: it never ends by itself
+        await putting
         getting.cancel()
         await asyncio.gather(getting, return_exceptions=True)
 
@@ -78,7 +83,8 @@ class Work:
             while len(keys) < num_rows:
                 keys += await self._complete.get()
             found = await tq.async_kv_batch_get(keys=keys, partition_id=PARTITION)
-            assert found["tokens"].shape == (len(keys), self._num_tokens), found
+            tokens = found["tokens"]
+            assert (tokens.values() if tokens.is_nested else tokens).numel() == len(keys) * self._num_tokens, found
             self.num_got += len(keys)
             await tq.async_kv_clear(keys=keys, partition_id=PARTITION)
 

@@ -46,6 +46,14 @@ def test_a_run_makes_its_steps_and_accounts_for_everything(policy, workload):
     assert sum(world.measures.s_gen.values()) == 3 * 8 * 4
 
 
+def test_a_train_step_that_takes_longer_than_anything_else_is_no_standstill():
+    slow = dict(model="72B", gpus=9, split=(1, 8), batch_groups=64, group_size=16, iterations=2)
+    world, found = simulate(scenario(**slow, stall_s=100.0))
+    assert found["finished"] == "measured"
+    first, second = (iteration.at for iteration in world.measures.iterations)
+    assert second - first > 3 * 100.0
+
+
 def test_groups_that_go_without_stragglers_account_for_them_and_train_on_shorter_answers():
     patient, _ = simulate(scenario(iterations=8))
     hasty, found = simulate(scenario(iterations=8, straggler_factor=2.0))

@@ -213,11 +213,12 @@ def settings(assignments: list[str]) -> dict[str, Any]:
         if name in UNUSED:
             raise ConfigError(f"{where}: has no effect in the simulator; leave it away")
         if name not in kinds:
-            raise ConfigError(f"{where}: the core has no setting {name!r}{_nearest(name, list(kinds))}")
+            hint = _nearest(name, list(kinds)) or "; laminar/core/settings.py has all"
+            raise ConfigError(f"{where}: the core has no setting {name!r}{hint}")
         try:
             found[name] = msgspec.convert(text, kinds[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {str(error)[:1].lower()}{str(error)[1:]}") from None
+        except msgspec.ValidationError:
+            raise ConfigError(f"{where}: expected {_expected(kinds[name])}") from None
         if isinstance(found[name], int | float) and not 0 <= found[name] < math.inf:
             raise ConfigError(f"{where}: 0 or more")
     return found
@@ -265,6 +266,15 @@ def _workload(options: argparse.Namespace) -> workload.Workload:
     if options.growth is not None:
         chosen = replace(chosen, growth_per_step=options.growth)
     return chosen
+
+
+def _expected(kind: Any) -> str:
+    """A type of the core's settings in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    choices = get_args(kind)
+    if type(None) in choices:
+        return _expected(choices[0])
+    return "one of " + ", ".join(choices) if choices else words.get(kind, "text")
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -126,11 +126,12 @@ class World:
         self._checked(invariants.check, self.core.state)
 
     def _check_moves(self) -> None:
-        """A run in which no token, trajectory, step or version has come since the last look, long ago, can go no further."""
+        """A run in which no token, trajectory, step or version has come since the last look, long ago, can go no further, unless
+        the trainer is at a step that will end."""
         state = self.core.state
         books, trainer = state.ledger, state.trainer
         moved = (books.tokens.total, books.trajectories.total, trainer.step, trainer.branch, trainer.checkpoint)
-        if moved != self._moved or state.held:  # an operator may take any time
+        if moved != self._moved or self.training.free_at > self.now or state.held:  # an operator may take any time
             self._moved, self._moved_at = moved, self.now
             return
         raise SimulationError(

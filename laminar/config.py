@@ -20,6 +20,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: str = ""
     """Directory name under `dir`; empty = `<task>-<date>-<time>`."""
     dir: str = "runs"
+    """Where the run's directory is made; relative to the working directory."""
     seed: int = 0
     """Seeds prompt order, sampling and trainer initialisation."""
     steps: int = 100
@@ -101,7 +102,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_tokens: int = 512
     """Longest response, tokens."""
     temperature: float = 1.0
+    """Of training; evaluations are greedy."""
     top_p: float = 1.0
+    """Nucleus sampling; 1 = off."""
     top_k: int = 0
     """0 = off."""
     length_floor_median: int = 0
@@ -141,6 +144,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     """[repack]: unfinished trajectories of one weight version are packed onto few replicas; docs/policies/repack.md."""
 
     enabled: bool = True
+    """false: trajectories stay where they began, unless their replica is lost."""
     interval_s: float = 5.0
     """Seconds between checks; one more follows every train step."""
     kv_share: float = 0.9
@@ -172,6 +176,7 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     on_incomplete: Literal["drop", "train"] = "drop"
     """A group that cannot be completed: drop it, or train on it from `min_group_size` siblings up."""
     min_group_size: int = 2
+    """Fewest siblings that are trained as a group, where `on_incomplete` or `stragglers` let one be incomplete."""
     stragglers: Literal["wait", "drop"] = "wait"
     """Siblings that generate far longer than the others of their group: wait for them, or, once `min_group_size` are done, train
     without them. Faster, but biased: the longest answers are never trained on (docs/policies/groups.md)."""
@@ -189,6 +194,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     clip_high: float = 0.28
     """Upper clip, 1 + clip_high (Clip-Higher, DAPO)."""
     loss_aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    """Mean over all response tokens of a mini-batch (DAPO), or over each response first, then over responses (GRPO)."""
     advantage_std: bool = True
     """Divide group advantages by the group's reward standard deviation."""
     old_logprobs: Literal["recompute", "behavior"] = "recompute"
@@ -203,8 +209,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     mini_batches: int = 1
     """Optimizer updates per global batch (the paper: 16)."""
     lr: float = 1e-6
+    """Of AdamW; constant after the warm-up."""
     weight_decay: float = 0.1
+    """Of AdamW; not of biases and norms."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
     warmup_updates: int = 0
     """Linear learning-rate warm-up, in optimizer updates."""
     grad_clip: float = 1.0
@@ -214,6 +223,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     packing: Literal["group", "none"] = "none"
     """`group`: the siblings of a group share one copy of their prompt (attention mask by blocks); `none`: length-sorted rows."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass, layer by layer: less memory, about a third more time."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute dtype; `auto` = bf16 on a GPU, fp32 on a CPU. Master weights and reductions are fp32."""
     checkpoint_every: int = 0

@@ -1,8 +1,11 @@
 """The configuration file: what is read, what is written back, and that every mistake is named."""
 
+import ast
 import datetime
+import inspect
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from laminar import config as declared
 from laminar.config import Config
 from laminar.configfile import dumps, load
 from laminar.errors import ConfigError
@@ -97,6 +101,15 @@ def test_relative_paths_are_found_beside_the_file_first_then_in_the_working_dire
     assert config.task.eval_dataset == f"{here}/configs/data2.jsonl"
     assert config.task.reward == f"{here}/configs/mine.py:f"
     assert config.buffer.sampler == f"{here}/other.py:S"
+
+
+def test_every_key_is_documented_where_it_is_declared():
+    sections = [node for node in ast.parse(inspect.getsource(declared)).body if isinstance(node, ast.ClassDef)]
+    for section in sections:
+        for key, after in pairwise([*section.body, None]):
+            if isinstance(key, ast.AnnAssign) and section.name != "Config":
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert is_text, f"{section.name}.{key.target.id} has no docstring"
 
 
 def test_what_is_no_path_stays_as_it_is(model):

@@ -28,6 +28,7 @@ DETAIL_LINES = 8
 DETAIL_CHARS = 2000
 REWARD_KEYS = ("reward", "score")
 """The entry of a dict that is the reward itself; the others are its parts."""
+EXPECTED = 'expected is a finite number, or a dict of finite numbers with "reward" or "score" among them'
 
 
 def main() -> None:
@@ -142,7 +143,7 @@ def judge(number: int, value: Any) -> Answer:
         total = to_float(value[key])
         parts = {str(name): to_float(part) for name, part in value.items() if name != key}
     if not all(map(math.isfinite, [total, *parts.values()])):
-        return Answer(number, 0.0, {}, "reward_nan", f"the reward function returned {value!r:.200}")
+        return Answer(number, 0.0, {}, "reward_nan", f"the reward function returned {value!r:.200}; {EXPECTED}")
     return Answer(number, total, parts)
 
 

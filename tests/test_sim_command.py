@@ -61,6 +61,16 @@ def test_a_custom_sampler_chooses_the_batches(capsys, tmp_path):
     assert json.loads(out)["run"]["ok"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--preset", "paper", "--workload", "nope"], ["--set", "x=1"], ["--preset", "policies", "--gpus", "3"]],
+)
+def test_what_is_refused_leaves_no_directory(capsys, tmp_path, arguments):
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_faults_are_counted(capsys):
     code, out, _ = run(capsys, "--faults", "reward_infra=0.02", "--json")
     assert code == 0

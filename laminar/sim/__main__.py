@@ -29,8 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     gc.set_threshold(grid.GC_THRESHOLD)
     try:
-        if options.out:
-            _make_directory(options.out)
         several = {"paper": _grid, "policies": _policies}
         return several.get(options.preset, _runs)(options)
     except SimulationError as error:
@@ -48,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _runs(options: argparse.Namespace) -> int:
     chosen, results = scenario(options), {}
+    if options.out:
+        _make_directory(options.out)
     chosen = optimized(chosen) if options.optimize_split else chosen
     variants = {"run": chosen}
     if options.ablate:
@@ -136,11 +136,11 @@ def _write(options: argparse.Namespace, results: Any) -> None:
 
 
 def _grid(options: argparse.Namespace) -> int:
-    options.out = options.out or Path("sim-paper")
-    _make_directory(options.out)
     workloads = [options.workload] if options.workload else list(workload.WORKLOADS)
     if workloads[0] not in workload.WORKLOADS:
         raise ConfigError(f"--preset paper has the workloads {', '.join(workload.WORKLOADS)}, not {options.workload}")
+    options.out = options.out or Path("sim-paper")
+    _make_directory(options.out)
     models = [options.model] if options.model else list(MODELS)
     gpus = [options.gpus] if options.gpus else list(grid.GPUS)
     wanted = grid.points(models, gpus, workloads)

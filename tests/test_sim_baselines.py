@@ -8,7 +8,6 @@ from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
 from laminar.sim.baselines import Job, one_step, partial_rollout, place, stream, synchronous
 from laminar.sim.cluster import MODELS, Cluster, Software
-from laminar.sim.decode import decode_model
 from laminar.sim.replica import Replica
 from laminar.sim.workload import Workload
 
@@ -24,7 +23,7 @@ def job(workload: Workload = SAME, cluster: Cluster = CLUSTER, **changes) -> Job
 
 def generation_s() -> float:
     """32 equal requests on each of two replicas: eight prompts, then 200 steps together."""
-    return CLUSTER.prefill_s(8 * 20) + decode_model(CLUSTER).steps_s(32, 32 * 20, 200)
+    return CLUSTER.prefill_s(8 * 20) + CLUSTER.decode_model.steps_s(32, 32 * 20, 200)
 
 
 def test_synchronous_generates_then_trains_on_all_gpus():
@@ -101,7 +100,7 @@ def test_partial_rollout_trains_no_faster_than_it_generates():
     """Also not because the long responses that began during the warm-up end after it."""
     wide = replace(job(TAILED), batch_groups=128)
     running, mean = wide.batch / CLUSTER.num_replicas, TAILED.mean_tokens(num=1000)
-    generated = CLUSTER.num_replicas * running / decode_model(CLUSTER).step_s(int(running), int(running * mean / 2))
+    generated = CLUSTER.num_replicas * running / CLUSTER.decode_model.step_s(int(running), int(running * mean / 2))
     assert partial_rollout(wide).tokens_per_s < generated * (mean + 20) / mean
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from laminar.roofline import HARDWARE
 from laminar.sim.cluster import MODELS, Cluster, chain_s
-from laminar.sim.decode import DecodeModel, decode_model
+from laminar.sim.decode import DecodeModel
 
 
 def cluster(model: str = "32B", train: int = 64, rollout: int = 64, hardware: str = "H800") -> Cluster:
@@ -52,7 +52,7 @@ def test_a_crossing_from_compute_bound_to_memory_bound_is_summed_in_both_arms():
 
 def test_the_papers_32b_replica_decodes_a_full_cache_at_about_fifty_milliseconds_a_step():
     paper = cluster()
-    model = decode_model(paper)
+    model = paper.decode_model
     assert 0.045 < model.step_s(256, paper.kv_tokens_max) < 0.055
     assert 16_384 * model.step_s(256, paper.kv_tokens_max) == pytest.approx(828, rel=0.02)
 
@@ -65,7 +65,7 @@ def test_kv_capacity_is_what_weights_and_activations_leave():
 
 def test_the_memory_bound_batch_is_where_flops_take_as_long_as_weights():
     found = cluster()
-    model = decode_model(found)
+    model = found.decode_model
     batch = found.requests_memory_bound
     assert model.flops_s * batch <= model.weights_s < model.flops_s * (batch + 1)
 

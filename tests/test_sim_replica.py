@@ -9,7 +9,6 @@ import pytest
 from laminar.ids import GroupId, TrajectoryId, Version
 from laminar.roofline import HARDWARE
 from laminar.sim.cluster import MODELS, Cluster
-from laminar.sim.decode import decode_model
 from laminar.sim.replica import KV_LOW, Replica
 from laminar.sim.request import Request
 from laminar.sim.workload import Draw, Pause
@@ -79,7 +78,7 @@ def kv_of(running: list[dict], paused: list[tuple[float, dict]]) -> int:
 
 def step_by_step(plan: list[tuple[float, str, Request]], capacity: int) -> dict[int, tuple[str, float, int]]:
     """The same engine with a loop over single steps and no bookkeeping worth the name."""
-    model, now = decode_model(CLUSTER), 0.0
+    model, now = CLUSTER.decode_model, 0.0
     plan = sorted(plan, key=lambda row: row[0])
     running, waiting, paused, ended = [], [], [], {}
     while plan or running or waiting or paused:

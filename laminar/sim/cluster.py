@@ -7,12 +7,9 @@ Units: seconds, bytes, tokens, FLOPs; bandwidths in bytes/s. A cluster is immuta
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from laminar.roofline import BANDWIDTH_SHARE, DECODE_FLOPS_SHARE, Hardware, requests_memory_bound
-
-if TYPE_CHECKING:
-    from laminar.sim.decode import DecodeModel
+from laminar.sim.decode import DecodeModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +98,7 @@ class Cluster:
     num_requests_max: int = 256
     """Concurrent requests of one replica (the paper's setting)."""
     gpus_per_host: int = 8
-    decode: "DecodeModel | None" = None
+    decode: DecodeModel | None = None
     """Of a replica, as measured; None = by the formulas."""
 
     @property
@@ -137,6 +134,19 @@ class Cluster:
         soft = self.software
         return requests_memory_bound(
             self.hardware, flops_share=soft.decode_flops_share, bandwidth_share=soft.bandwidth_share
+        )
+
+    @cached_property
+    def decode_model(self) -> DecodeModel:
+        """The coefficients of one replica."""
+        if self.decode is not None:
+            return self.decode
+        flops = self.model.tensor_parallel * self.hardware.peak_flops * self.software.decode_flops_share
+        return DecodeModel(
+            weights_s=self.model.weight_bytes / self.memory_bandwidth,
+            kv_s=self.model.kv_bytes / self.memory_bandwidth,
+            flops_s=2.0 * self.model.num_parameters / flops,
+            overhead_s=self.software.step_overhead_s,
         )
 
     def prefill_s(self, num_tokens: int) -> float:

@@ -11,8 +11,6 @@ constant, so a sum over m steps is two arithmetic series.
 import math
 from dataclasses import dataclass
 
-from laminar.sim.cluster import Cluster
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeModel:
@@ -67,17 +65,3 @@ class DecodeModel:
         step_s = self.weights_s + self.kv_s * kv_tokens + self.overhead_s - growth / 2
         divisor = step_s + math.sqrt(step_s * step_s + 2.0 * growth * seconds)
         return 2.0 * seconds / divisor if divisor > 0.0 else math.inf
-
-
-def decode_model(cluster: Cluster) -> DecodeModel:
-    """The coefficients of a cluster's replicas."""
-    if cluster.decode is not None:
-        return cluster.decode
-    model, soft = cluster.model, cluster.software
-    flops = model.tensor_parallel * cluster.hardware.peak_flops * soft.decode_flops_share
-    return DecodeModel(
-        weights_s=model.weight_bytes / cluster.memory_bandwidth,
-        kv_s=model.kv_bytes / cluster.memory_bandwidth,
-        flops_s=2.0 * model.num_parameters / flops,
-        overhead_s=soft.step_overhead_s,
-    )

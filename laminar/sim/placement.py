@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from laminar.ids import derive_seed
 from laminar.sim.cluster import Cluster
-from laminar.sim.decode import decode_model
 from laminar.sim.workload import Workload
 
 DEMAND_STREAM = 83
@@ -51,7 +50,7 @@ def bound_tokens_per_s(cluster: Cluster, asked: Demand, num_running: int) -> flo
     A step makes one token for each of them and finds at most a full cache, so a trajectory takes the larger of
     `num_decoded / num_running` and `kv_token_steps / capacity` whole steps' weights and overhead, and the reading of its own KV.
     """
-    model = decode_model(cluster)
+    model = cluster.decode_model
     steps = max(asked.num_decoded / num_running, asked.kv_token_steps / cluster.kv_tokens_max)
     replica_s = steps * (model.weights_s + model.overhead_s) + asked.kv_token_steps * model.kv_s
     return min(1.0 / cluster.train_s(1), cluster.num_replicas * asked.num_tokens / replica_s)

@@ -20,7 +20,6 @@ from heapq import heappop, heappush
 
 from laminar.ids import TrajectoryId
 from laminar.sim.cluster import Cluster
-from laminar.sim.decode import decode_model
 from laminar.sim.request import NOTHING, Ends, Outcome, Request
 
 KV_LOW = 0.95
@@ -35,7 +34,7 @@ class Replica:
 
     def __init__(self, cluster: Cluster, now: float = 0.0) -> None:
         self.cluster = cluster
-        self.model = decode_model(cluster)
+        self.model = cluster.decode_model
         self.capacity = cluster.kv_tokens_max
         self.steps = 0
         self.boundary = now
@@ -120,7 +119,7 @@ class Replica:
     def set_pace(self, now: float, factor: float) -> None:
         """From now on every decode step takes so many times as long as the model says."""
         self.advance(now)
-        model = decode_model(self.cluster)
+        model = self.cluster.decode_model
         self.model = replace(
             model,
             weights_s=model.weights_s * factor,

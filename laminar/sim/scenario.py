@@ -11,7 +11,6 @@ from laminar.errors import ConfigError
 from laminar.roofline import HARDWARE
 from laminar.sim import placement
 from laminar.sim.cluster import MODELS, Cluster, Software
-from laminar.sim.decode import decode_model
 from laminar.sim.faults import NO_FAULTS, FaultPlan, inject
 from laminar.sim.measure import Measures, tokens_per_s
 from laminar.sim.policies import Policy
@@ -120,7 +119,7 @@ class Scenario:
         num = self.batch_groups * self.group_size
         running = min(cluster.num_requests_max, max(1, num // cluster.num_replicas))
         kv_tokens = min(cluster.kv_tokens_max, int(running * (self.workload.prompt_tokens + response)))
-        rate = cluster.num_replicas * running / decode_model(cluster).step_s(running, kv_tokens)
+        rate = cluster.num_replicas * running / cluster.decode_model.step_s(running, kv_tokens)
         return max(cluster.train_s(int(num * (self.workload.prompt_tokens + response))), num * response / rate)
 
     def settings(self, cluster: Cluster) -> Settings:

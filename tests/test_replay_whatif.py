@@ -208,13 +208,19 @@ def test_what_of_the_recording_is_damaged_is_left_out_and_told(plain: Path, tmp_
     assert found.notes == [f"event {last} is damaged: what follows is left out"]
 
 
-async def test_a_run_of_too_few_steps_says_so(tmp_path: Path) -> None:
+async def test_a_run_of_too_few_steps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = RecordedWorld(tmp_path, settings(), 1)
     world.start("r0")
     await world.close()
     with Recording(tmp_path) as recording, pytest.raises(TooShort, match="0 train steps have ended, 3 are needed"):
         whatif(recording, changes.parse(["replicas=2"]))
     assert main([str(tmp_path), "--whatif", "replicas=2"]) == 2
+    assert "run.db: 0 train steps have ended" in capsys.readouterr().err
+    EventLog(tmp_path / "run.db", 0.01).begin_boot(1.0, 1, "here", 0)
+    assert main([str(tmp_path), "--whatif", "replicas=2"]) == 2
+    assert "boot 2 recorded nothing: it has just begun, or was killed as it began" in capsys.readouterr().err
+    assert main([str(tmp_path), "--whatif", "replicas=2", "--boot", "1"]) == 2
+    assert capsys.readouterr().err.endswith("; --boot N takes another part of the run\n")
     with pytest.raises(SystemExit):
         main(["--whatif", "replicas=2", str(tmp_path)])
 

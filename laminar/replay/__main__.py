@@ -13,6 +13,7 @@ from laminar.commandline import EXIT_USAGE, Parser
 from laminar.controller import rundir
 from laminar.errors import LaminarError
 from laminar.replay.changes import parse
+from laminar.replay.meter import TooShort
 from laminar.replay.playback import Playback
 from laminar.replay.recording import Life, Recording
 from laminar.replay.shadow import shadow
@@ -178,7 +179,14 @@ def _shadow(recording: Recording, lives: list[Life], options: argparse.Namespace
 
 
 def _whatif(recording: Recording, lives: list[Life], options: argparse.Namespace) -> int:
-    found = whatif(recording, parse(options.whatif), lives[-1])
+    life, changes = lives[-1], parse(options.whatif)
+    others = "; --boot N takes another part of the run" if len(recording.lives) > 1 else ""
+    try:
+        found = whatif(recording, changes, life)
+    except TooShort as error:
+        raise TooShort(f"{life.name} of {recording.path}: {error}{others}") from error
+    if others and not options.json:
+        print(f"{life.name}{others}")
     print(json.dumps(plain_comparison(found), indent=2) if options.json else compared(found))
     return EXIT_SAME
 

@@ -190,8 +190,12 @@ class Recording:
 
     def begin(self, life: Life) -> Beginning:
         """Where its replay begins. Raises RecordingError if it cannot be replayed."""
-        settings = self.settings(life)
         first = self._first_event(life)
+        if first is None and all(boot.code is None for boot in life.boots):
+            raise RecordingError(
+                f"{self.path}: {life.name} recorded nothing: it has just begun, or was killed as it began"
+            )
+        settings = self.settings(life)
         if first is None or first == (life.number, 1):
             return Beginning(self._core(life, settings), (life.number, 0), "")
         return self._from_snapshot(life, settings, first)

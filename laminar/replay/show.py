@@ -61,13 +61,14 @@ def shadowed(found: Shadowing) -> str:
 
 
 def _of_choices(found: Shadowing) -> Iterator[str]:
-    yield f"{'step':>6} {'event':>8} {'buffered':>9} {'both chose':>11}  chosen by {found.sampler} only, instead of"
+    yield f"{'boot':>6} {'step':>6} {'event':>8} {'buffered':>9} {'both chose':>11}  chosen by {found.sampler} only, instead of"
     left_out = len(found.choices) - CHOICES_SHOWN
     if left_out > 0:
         yield f"… {left_out} batches before these (--json has all)"
     for choice in found.choices[-CHOICES_SHOWN:]:
         share = f"{choice.agreement:.0%}"
-        yield f"{choice.step:>6} {choice.seq:>8} {choice.num_buffered:>9} {share:>11}  {_instead(choice)}"
+        place = f"{choice.boot:>6} {choice.step:>6} {choice.seq:>8}"
+        yield f"{place} {choice.num_buffered:>9} {share:>11}  {_instead(choice)}"
 
 
 def _instead(choice: Choice) -> str:

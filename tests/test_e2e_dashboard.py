@@ -49,13 +49,14 @@ SHOWN = """JSON.stringify({
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     """The same of `/v1/status`."""
+    replicas = sorted(status["replicas"].items())  # whoever joined first
     accounts = [status["ledger"][name] for name in ("trajectories", "tokens")]
     return {
         "step": f"step {status['step']:,}",
         "buffer": f"{status['buffer_groups']:,}",
         "totals": [f"{account['total']:,}" for account in accounts],
         "committed": [f"{account['committed']:,}" for account in accounts],
-        "replicas": {n: [r["version"] or "–", f"{r['generating']:,}"] for n, r in status["replicas"].items()},
+        "replicas": {n: [r["version"] or "–", f"{r['generating']:,}"] for n, r in replicas},
     }
 
 

@@ -62,6 +62,17 @@ def dumps(config: Config) -> str:
     return "\n".join(lines)
 
 
+def flat(config: Config) -> dict[str, str]:
+    """`section.key` -> its value as TOML, of every key."""
+    return {f"{name}.{key}": _toml(getattr(getattr(config, name), key)) for name in _SECTIONS for key in _KEYS[name]}
+
+
+def changed(config: Config) -> list[tuple[str, str, str]]:
+    """(`section.key`, value, default), as TOML, of the keys that are not at their defaults."""
+    default = flat(Config())
+    return [(key, value, default[key]) for key, value in flat(config).items() if value != default[key]]
+
+
 def _merge_file(sections: dict[str, dict[str, Any]], path: Path) -> None:
     for section, table in _read(path).items():
         if section not in _SECTIONS and not isinstance(table, dict):

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from laminar.controller import rundir
+from laminar.controller.summary import summarize
 from laminar.core import ledger
 from laminar.replay.recording import Recording
 from laminar.report import charts, facts
 from laminar.report.__main__ import main
 from laminar.report.markup import Html, element, joined
+from laminar.report.words import duration
 from tests.recorded_world import EVENTFUL, RecordedWorld, eventful, recorded
 
 pytestmark = pytest.mark.timeout(60)
@@ -259,3 +261,38 @@ def test_many_replicas_get_thin_lanes_without_names() -> None:
     height = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', drawn)[1])  # type: ignore[index]
     assert height < charts.LANES_HEIGHT_MAX + 50
     assert ">rollout-7<" not in drawn
+
+
+def test_every_picture_says_what_it_shows() -> None:
+    series = charts.Series("reward/mean", [(1.0, 0.25), (9.0, 0.75)])
+    assert 'aria-label="reward/mean: 0.25 at 1, 0.75 at 9"' in charts.lines([series], "train step")
+    assert 'aria-label="0: 7, 1: 3"' in charts.bars([("0", 7), ("1", 3)], "steps")
+    assert 'aria-label="waits: 1.00, generates: 2.50"' in charts.parts([("waits", 1.0), ("generates", 2.5)], 4.0)
+    assert 'aria-label="1 lanes over s, from 0 to 10"' in charts.lanes([("a", [])], 0.0, 10.0, "s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (119.7, "2 min 0 s"),
+        (3599.6, "1 h 0 min"),
+        (7500.0, "2 h 5 min"),
+    ],
+)
+def test_times_are_rounded_before_they_are_split(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+async def test_a_step_is_as_long_as_the_runs_last_screen_says(busy: tuple[Path, RecordedWorld]) -> None:
+    directory, world = busy
+    with contextlib.closing(sqlite3.connect(directory / "run.db")) as database, database:
+        database.execute("UPDATE metrics SET value = 99.0 WHERE name = 'timing/wall_s' AND step = 1")
+    screen = summarize(directory, world.core.state, 1.0)
+    seconds = re.search(r"([\d.]+) s per step", screen)
+    assert seconds is not None
+    _, found = write(directory)
+    told = found.rows()
+    assert told[told.index("a step") + 1] == seconds[1]

@@ -57,7 +57,8 @@ def lines(
                 element("circle", cx=round(x.at(a), 1), cy=round(y.at(b), 1), r=2.5, class_=f"dot c{number % COLOURS}")
             )
     frame = [*_y_ticks(ticks, y), *_x_ticks(x, x_label)]
-    return element("div", _svg(HEIGHT, *frame, *shapes), _legend([each.label for each in series], unit))
+    told = "; ".join(f"{each.label}: {_ends(each.points)}" for each in series if each.points)
+    return element("div", _svg(HEIGHT, *frame, *shapes, label=told), _legend([each.label for each in series], unit))
 
 
 def bars(counts: Sequence[tuple[str, float]], x_label: str) -> Html:
@@ -78,8 +79,9 @@ def bars(counts: Sequence[tuple[str, float]], x_label: str) -> Html:
         )  # fmt: skip
         if number % math.ceil(len(counts) / 16) == 0:
             shapes.append(_text(left + each / 2, HEIGHT - 12, name, "middle"))
-    label = _text((LEFT + WIDTH) / 2, HEIGHT - 1, x_label, "middle")
-    return element("div", _svg(HEIGHT, *_y_ticks(ticks, y), *shapes, label))
+    axis_label = _text((LEFT + WIDTH) / 2, HEIGHT - 1, x_label, "middle")
+    told = ", ".join(f"{name}: {count:,.0f}" for name, count in counts)
+    return element("div", _svg(HEIGHT, *_y_ticks(ticks, y), *shapes, axis_label, label=told))
 
 
 class Span(NamedTuple):
@@ -113,19 +115,21 @@ def lanes(rows: Sequence[tuple[str, list[Span]]], begin: float, end: float, x_la
                     class_=f"fill c{span.shade % COLOURS}" if span.shade >= 0 else "work",
                 )
             )  # fmt: skip
-    return element("div", _svg(bottom + BOTTOM, *_x_ticks(x, x_label, bottom), *shapes, width=LANES_WIDTH))
+    told = f"{len(rows)} lanes over {x_label}, from {short(begin)} to {short(end)}"
+    return element("div", _svg(bottom + BOTTOM, *_x_ticks(x, x_label, bottom), *shapes, width=LANES_WIDTH, label=told))
 
 
-def parts(values: Sequence[float], of: float) -> Html:
-    """One small bar in parts; `of` is the whole width."""
+def parts(values: Sequence[tuple[str, float]], of: float) -> Html:
+    """One small bar in named parts; `of` is the whole width."""
     shapes, at = [], 0.0
-    for number, value in enumerate(values):
+    for number, (_, value) in enumerate(values):
         width = 160.0 * max(0.0, value) / of if of > 0 else 0.0
         shapes.append(
             element("rect", x=round(at, 2), y=1, width=round(width, 2), height=8, class_=f"fill c{number % COLOURS}")
         )
         at += width
-    return element("svg", *shapes, viewBox="0 0 160 10", class_="parts", role="img")
+    told = ", ".join(f"{name}: {value:.2f}" for name, value in values)
+    return element("svg", *shapes, viewBox="0 0 160 10", class_="parts", role="img", aria_label=told)
 
 
 # ---- axes --------------------------------------------------------------------------------------------------
@@ -202,5 +206,11 @@ def _legend(labels: Sequence[str], unit: str) -> Html:
     return element("p", *keys, element("span", unit, class_="muted") if unit else None, class_="legend")
 
 
-def _svg(height: float, *shapes: Html, width: float = WIDTH) -> Html:
-    return element("svg", *shapes, viewBox=f"0 0 {width:g} {height + 2:g}", role="img")
+def _ends(points: Sequence[Point]) -> str:
+    (first, low), (last, high) = points[0], points[-1]
+    return f"{short(low)} at {short(first)}, {short(high)} at {short(last)}"
+
+
+def _svg(height: float, *shapes: Html, label: str, width: float = WIDTH) -> Html:
+    """`label`: what it shows, for whoever does not see it."""
+    return element("svg", *shapes, viewBox=f"0 0 {width:g} {height + 2:g}", role="img", aria_label=label)

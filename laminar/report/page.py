@@ -1,17 +1,15 @@
 """The report as one HTML file."""
 
-import time
-from collections import Counter
 from itertools import pairwise
 
 from laminar import __version__
-from laminar.core.records import State
-from laminar.ids import Version, format_id
+from laminar.ids import Version
 from laminar.report import charts, tables
 from laminar.report.charts import Series, Span
-from laminar.report.facts import ALARMS_SHOWN, PIECES_MAX, STALENESSES, Facts, natural
+from laminar.report.facts import PIECES_MAX, STALENESSES, Facts, natural
 from laminar.report.markup import Child, Html, element, joined, table
 from laminar.report.style import CSS
+from laminar.report.words import date, duration
 
 MEAN_STEPS = 3  # rewards of single steps are noisy; the first and last few say more
 
@@ -20,8 +18,9 @@ def page(facts: Facts) -> str:
     """The whole file."""
     sections = [
         ("Learning", learning(facts)), ("Throughput", throughput(facts)), ("Staleness", staleness(facts)),
-        ("Versions", versions(facts)), ("Buffer", buffer(facts)), ("Ledger", tables.ledger(facts)), ("Faults", faults(facts)),
-        ("Slowest trajectories", slowest(facts)), ("Configuration", tables.configuration(facts)),
+        ("Versions", versions(facts)), ("Buffer", buffer(facts)), ("Ledger", tables.ledger(facts)),
+        ("Faults", tables.faults(facts)), ("Slowest trajectories", tables.slowest(facts)),
+        ("Configuration", tables.configuration(facts)),
     ]  # fmt: skip
     links = [element("a", title, href=f"#{_anchor(title)}") for title, _ in sections]
     head = element(
@@ -37,7 +36,7 @@ def page(facts: Facts) -> str:
         header(facts),
         element("nav", *links),
         *(element("section", element("h2", title), content, id=_anchor(title)) for title, content in sections),
-        element("p", f"Written by Laminar {__version__} on {_date(facts.now)} from run.db.", class_="muted"),
+        element("p", f"Written by Laminar {__version__} on {date(facts.now)} from run.db.", class_="muted"),
     )
     return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
 
@@ -57,7 +56,7 @@ def header(facts: Facts) -> Html:
         else max((step for step, _ in facts.metrics.get("timing/wall_s", ())), default=0)
     )
     planned = f" of {facts.config.run.steps}" if facts.config else ""
-    line = f"step {steps}{planned} · {_duration(facts.wall_s)} · began {_date(facts.began)} · Laminar {facts.boots[-1].version}"
+    line = f"step {steps}{planned} · {duration(facts.wall_s)} · began {date(facts.began)} · Laminar {facts.boots[-1].version}"
     if len(facts.boots) > 1:
         line += f" · {len(facts.boots)} controller processes"
     shown = [element("div", name, element("b", value), note, class_="card") for name, value, note in cards(facts)]
@@ -77,13 +76,14 @@ def _is_bad(facts: Facts) -> bool:
 
 STEP_TIMES = ["timing/wall_s", "timing/step_s", "timing/fetch_s", "timing/prepare_s", "timing/update_s"]
 STALLS = ["perf/publication_stall_s", "perf/rollout_wait_s", "perf/checkpoint_stall_s"]
+STEP = "a step"
 FIGURES = (
     ("generation", "perf/generation_tokens_per_s", ",.0f", "tokens/s, mean of steps"),
     ("training", "perf/training_tokens_per_s", ",.0f", "tokens/s, mean of steps"),
     ("trainer idle", "perf/trainer_idle_ratio", ".0%", "of the time, mean of steps"),
     ("rollouts idle", "perf/rollout_idle_ratio", ".0%", "of the time, mean of steps"),
     ("staleness", "off_policy/s_train/mean", ".2f", "trainer steps, mean of steps"),
-    ("a step", "timing/wall_s", ".2f", "seconds, mean of steps"),
+    (STEP, "timing/wall_s", ".2f", "seconds, mean of all but the first"),
 )
 """(name, metric, format, remark) of what is shown first."""
 
@@ -99,12 +99,10 @@ def cards(facts: Facts) -> list[tuple[str, str, str]]:
         after = f"{done['after'].accuracy:.3f}" if "after" in done else "–"
         remark = f"{done['before'].num_prompts} held-out prompts"
         found.append(("greedy accuracy", f"{done['before'].accuracy:.3f} → {after}", remark))
-    known = [
-        (name, _mean(facts.values(metric)), form, remark)
-        for name, metric, form, remark in FIGURES
-        if facts.values(metric)
-    ]
-    found += [(name, format(value, form), remark) for name, value, form, remark in known]
+    for name, metric, form, remark in FIGURES:
+        if values := facts.values(metric):
+            of = values[1:] or values if name == STEP else values  # the first contains the start of the workers
+            found.append((name, format(_mean(of), form), remark))
     return [*found, ("alarms", str(len(facts.alarms)), "")]
 
 
@@ -121,7 +119,10 @@ def learning(facts: Facts) -> Html:
         ),
         _plot(facts, "Policy entropy", ["actor/entropy"], "nats per token"),
         _plot(facts, "Gradient norm before clipping", ["actor/grad_norm"]),
+        _plot(facts, "Policy loss", ["actor/pg_loss"]),
         _plot(facts, "Share of clipped tokens", ["actor/pg_clipfrac"]),
+        _plot(facts, "KL of the update", ["actor/ppo_kl"], "nats per token"),
+        _plot(facts, "Importance ratio, trainer to rollout", ["importance_ratio/mean", "importance_ratio/max"]),
         _plot(
             facts,
             "Between rollouts and trainer",
@@ -150,18 +151,8 @@ def throughput(facts: Facts) -> Html:
     plots = [
         _plot(facts, "Tokens", ["perf/generation_tokens_per_s", "perf/training_tokens_per_s"], "tokens/s"),
         _plot(facts, "Idle shares", ["perf/trainer_idle_ratio", "perf/rollout_idle_ratio"], "of a step's time"),
-        _plot(
-            facts,
-            "A step",
-            ["timing/wall_s", "timing/step_s", "timing/fetch_s", "timing/prepare_s", "timing/update_s"],
-            "s",
-        ),
-        _plot(
-            facts,
-            "Standing still for weights and checkpoints",
-            ["perf/publication_stall_s", "perf/rollout_wait_s", "perf/checkpoint_stall_s"],
-            "s",
-        ),
+        _plot(facts, "A step, but for the first", STEP_TIMES, "s", skipped=1),
+        _plot(facts, "Standing still for weights and checkpoints", STALLS, "s"),
         _plot(
             facts, "A trajectory, from draw to last token", ["timing/trajectory_s/mean", "timing/trajectory_s/max"], "s"
         ),
@@ -205,7 +196,7 @@ def versions(facts: Facts) -> Html:
     end = max(facts.last_at, facts.pulls[-1].end)
     remark = "Each row is a replica, each colour a weight version from one pull to the next; the first row is the trainer at work."
     if begin > first or len(facts.pulls) == PIECES_MAX:
-        remark += f" The last {_duration(end - begin)} only."
+        remark += f" The last {duration(end - begin)} only."
     rows = [("trainer", _at_work(facts, begin)), *_held(facts, end)]
     lanes = charts.lanes(rows, begin - facts.began, end - facts.began, "seconds since the run's start")
     return joined(element("p", remark, class_="muted"), element("div", lanes, class_="chart"))
@@ -255,76 +246,12 @@ def buffer(facts: Facts) -> Html:
     return _charts(plots)
 
 
-def faults(facts: Facts) -> Html:
-    """Controllers, losses, alarms."""
-    rows: list[list[Child]] = [
-        [
-            b.number,
-            _date(b.started),
-            f"{b.host}, pid {b.pid}",
-            b.resumed_step or "–",
-            b.outcome or "ended without a word, or goes on",
-        ]
-        for b in facts.boots
-    ]
-    found = [element("h3", "Controller processes"), table(["boot", "began", "where", "from step", "ended"], rows, 9)]
-    if facts.state is not None:
-        found.append(element("p", _failovers(facts.state)))
-    counts = Counter(name for _, name, _ in facts.alarms)
-    if not counts:
-        return joined(*found, element("p", "No alarm was raised."))
-    found += [element("h3", "Alarms"), table(["alarm", "times"], [[name, num] for name, num in counts.most_common()])]
-    shown = facts.alarms[-ALARMS_SHOWN:]
-    times: list[list[Child]] = [[f"{at - facts.began:,.1f} s", name, element("pre", text)] for at, name, text in shown]
-    told = "Each of them" if len(shown) == len(facts.alarms) else f"The last {len(shown)} of {len(facts.alarms)}"
-    return joined(
-        *found, element("details", element("summary", told), table(["after", "alarm", "text"], times, 9), open="")
-    )
-
-
-def _failovers(state: State) -> str:
-    counts, repack = state.num_failovers, state.repack
-    lost = counts.same_version + counts.relay + counts.checkpoint + counts.restarted
-    return (
-        f"{len(state.branches)} restores of the trainer. {lost} trajectories whose replica was lost: "
-        f"{counts.same_version} went on with another replica of their version, {counts.relay} with a pull of it, "
-        f"{counts.checkpoint} from a checkpoint, {counts.restarted} from the beginning. Repack: {repack.num_moves} moves in "
-        f"{repack.num_checks} checks, {repack.num_released} replicas emptied."
-    )
-
-
-def slowest(facts: Facts) -> Html:
-    """From draw to reward, in phases."""
-    if not facts.slowest:
-        return element("p", "no trajectory has its reward yet", class_="muted")
-    longest = facts.slowest[0].rewarded - facts.slowest[0].queued
-    rows: list[list[Child]] = []
-    for t in facts.slowest:
-        first, finished = t.first_token or t.queued, t.finished or t.rewarded
-        bar = charts.parts([first - t.queued, finished - first, t.rewarded - finished], longest)
-        ended = f"dropped: {t.dropped}" if t.dropped else t.finish_reason
-        reward = "–" if t.reward is None else f"{t.reward:.3f}"
-        rows.append(
-            [f"t{format_id(t.id)}", bar, f"{t.rewarded - t.queued:,.2f}", t.num_tokens, t.num_prompt_tokens, t.attempt,
-             t.version or "–", reward, ended, t.prompt]
-        )  # fmt: skip
-    head = ["trajectory", "waits, generates, is rewarded", "seconds", "tokens", "of prompt", "attempts", "version"]
-    head += ["reward", "ended", "prompt"]
-    reasons = ", ".join(f"{num:,} {name}" for name, num in facts.finish_reasons)
-    return joined(
-        element("p", f"From the draw to the reward. All trajectories by how they ended: {reasons}.", class_="muted"),
-        table(head, rows, 2),
-    )
-
-
 # ---- pieces ------------------------------------------------------------------------------------------------
 
 
-def _plot(facts: Facts, title: str, names: list[str], unit: str = "") -> Html | None:
-    """Of metrics, as far as there are any."""
-    series = [_series(name, facts.metrics[name]) for name in names if name in facts.metrics]
-    if names is STEP_TIMES and series and len(series[0].points) > 1:
-        series[0] = Series("timing/wall_s without the first", series[0].points[1:])
+def _plot(facts: Facts, title: str, names: list[str], unit: str = "", skipped: int = 0) -> Html | None:
+    """Of metrics, as far as there are any, without the first `skipped` steps."""
+    series = [_series(name, facts.metrics[name][skipped:]) for name in names if name in facts.metrics]
     return _chart(title, charts.lines(series, "train step", unit)) if series else None
 
 
@@ -343,13 +270,3 @@ def _charts(plots: list[Html | None]) -> Html:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
-
-
-def _date(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"

@@ -10,6 +10,10 @@ from tests.test_telemetry import documented
 
 FILE = Path(__file__).parent.parent / "configs" / "grafana" / "laminar.json"
 SUFFIXES = {"gauge": ("",), "counter": ("",), "histogram": ("_bucket", "_sum", "_count")}
+PER_STEP = tuple(f"laminar_{name}" for name in (
+    "train_steps", "trained_tokens", "trainer_busy", "trajectory_s_", "trajectory_residence", "trajectory_seconds",
+    "reward_seconds",
+))  # fmt: skip
 
 
 def dashboard() -> dict[str, Any]:
@@ -52,6 +56,14 @@ def test_counters_are_looked_at_as_rates_and_gauges_are_not() -> None:
             counts = kinds.get(name, "gauge") != "gauge"
             assert counts or function not in ("rate", "increase"), query
             assert not counts or function in ("rate", "increase") or name in shown_as_they_are, query
+
+
+def test_what_is_counted_when_a_step_ends_is_not_looked_at_over_less_than_a_step() -> None:
+    """A rate over seconds of what grows once in minutes is zero, then far too much. Heat maps show when it grew."""
+    for query in queries():
+        for function, name, window in re.findall(r"(rate|increase)\((laminar_\w+){[^}]*}\[([^\]]+)\]", query):
+            if name.startswith(PER_STEP):
+                assert window == "$window" or function == "increase", query
 
 
 def test_panels_have_titles_numbers_of_their_own_and_do_not_overlap() -> None:

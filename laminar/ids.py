@@ -15,7 +15,8 @@ PromptId = NewType("PromptId", int)
 WorkerId = NewType("WorkerId", str)
 """A worker's name, for example ``rollout-0``. The same name with a higher incarnation is a new process."""
 
-BOOT_SHIFT = 40  # 2^40 ids per boot and 2^22 boots fit SQLite's signed 64-bit integers
+BOOT_SHIFT = 40  # 2^40 ids per boot …
+BOOT_BITS = 22  # … and 2^22 boots fit SQLite's signed 64-bit integers
 
 
 class Version(msgspec.Struct, frozen=True, array_like=True, order=True):

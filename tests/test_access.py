@@ -1,5 +1,6 @@
 """Who may ask the controller, over real HTTP: the token, the cookie of a browser, other origins."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -123,3 +124,16 @@ async def test_a_login_that_is_none_is_refused_before_much_of_it_is_read(
     async with browser.post("/login", data=body) as answer:
         assert answer.status == 400
         assert "token" in (await answer.json())["error"]
+
+
+async def test_a_login_that_comes_in_pieces_is_read_whole(server: Server) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"token": '
+        await asyncio.sleep(0.05)  # so that the first is read alone
+        yield f'"{TOKEN}"}}'.encode()
+
+    async with (
+        aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session,
+        session.post("/login", data=pieces()) as answer,
+    ):
+        assert answer.status == 200

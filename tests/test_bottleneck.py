@@ -32,7 +32,7 @@ def test_the_limit_of_the_buffer_is_named_with_whom_it_holds_back() -> None:
         "buffer.max_groups holds" in told(trainer_idle=BUSY, rollout_idle=IDLE, held_back_by="buffer_groups_max").reason
     )
     both = told(trainer_idle=IDLE, rollout_idle=IDLE, held_back_by="ready_groups_max")
-    assert both.reason.endswith("Buffer.max_ready_groups holds new groups back.")
+    assert both.reason.endswith("the slowest answers; buffer.max_ready_groups holds new groups back.")
 
 
 def test_rollouts_that_are_the_limit_say_how_many_groups_there_are_and_how_many_replicas_are_sick() -> None:
@@ -59,3 +59,10 @@ def test_what_stops_the_run_comes_before_what_slows_it_and_the_end_before_all() 
     assert told(**figures, stalled_for_s=1.0, storage_failure="the disk is full").limit == "disk"
     assert told(storage_failure="x", finished="completed").headline == "The run is over"
     assert told(finished="the trainer died", ok=False).headline == "The run failed"
+
+
+def test_what_an_operator_holds_is_not_called_slow() -> None:
+    found = told(trainer_idle=IDLE, rollout_idle=BUSY, held=["the pass sample is paused by an operator"])
+    assert (found.limit, found.headline) == ("held", "The run is held")
+    assert found.reason.startswith("The pass sample is paused by an operator. In the console")
+    assert told(held=["x"], finished="completed").limit == "over"

@@ -86,7 +86,7 @@ def test_the_status_tells_what_an_operator_holds_and_has_changed() -> None:
         ],
         "held": {"1": "step 1 gets a batch of 2 groups"},
         "breakpoints": {"1": {"at": "sample when step == 1", "hits": 1}},
-        "settings": {"buffer_groups_max": 8},
+        "settings": {"buffer.max_groups": 8},
         "sampler": None,
         "stop_after_step": 3,
     }

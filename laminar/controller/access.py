@@ -60,7 +60,7 @@ class Access:
             return web.json_response({"error": "a page of another origin may not log in here"}, status=403)
         try:
             async with asyncio.timeout(LOGIN_TIMEOUT_S):
-                body = await request.content.read(LOGIN_BYTES_MAX)
+                body = await _beginning(request)
             token = msgspec.json.decode(body, type=Login).token
         except TimeoutError:
             return web.json_response({"error": f"the token did not come within {LOGIN_TIMEOUT_S:g} s"}, status=408)
@@ -86,6 +86,16 @@ class Access:
 
     def _is_derived(self, value: str) -> bool:
         return hmac.compare_digest(value.encode(errors="surrogateescape"), self._derived.encode())
+
+
+async def _beginning(request: web.Request) -> bytes:
+    """The body, or about LOGIN_BYTES_MAX of it: one read gives what has come so far."""
+    body = b""
+    async for chunk in request.content.iter_chunked(LOGIN_BYTES_MAX):
+        body += chunk
+        if len(body) > LOGIN_BYTES_MAX:
+            break
+    return body
 
 
 def _only_reads(request: web.Request) -> bool:

@@ -18,6 +18,7 @@ HOLDS = {
     "ready_groups_max": "buffer.max_ready_groups holds new groups back",
     "steps": "what is in flight and buffered is enough for the remaining steps",
 }
+LET_GO = "In the console, held shows what waits; continue or resume lets it go on."
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     stopping: str = ""
     storage_failure: str = ""
     stalled_for_s: float | None = None
+    held: list[str] = []
+    """Passes that an operator or a breakpoint keeps from deciding, without which the run gets nowhere, in words."""
     num_steps: int = 0
     """Finished steps that the shares are means of."""
     trainer_idle: float | None = None
@@ -49,8 +52,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """`limit`: ``over``, ``stopping``, ``disk``, ``stalled``, ``starting``, ``trainer``, ``rollouts``, ``rewards``, ``both`` or
-    ``none``."""
+    """`limit`: ``over``, ``stopping``, ``disk``, ``held``, ``stalled``, ``starting``, ``trainer``, ``rollouts``, ``rewards``,
+    ``both`` or ``none``."""
 
     limit: str
     headline: str
@@ -65,6 +68,9 @@ def verdict(facts: Facts) -> Verdict:
         return Verdict(limit="over", headline="The run is over" if facts.ok else "The run failed", reason=_end(facts))
     if facts.storage_failure:
         return Verdict(limit="disk", headline="Nothing new begins", reason=_sentence(facts.storage_failure))
+    if facts.held:
+        text = " ".join(map(_sentence, facts.held))
+        return Verdict(limit="held", headline="The run is held", reason=f"{text} {LET_GO}")
     if facts.stalled_for_s is not None:
         text = f"Nothing useful has happened for {facts.stalled_for_s:.0f} s. {_waits(facts)}".strip()
         return Verdict(limit=STALLED, headline="The run stands still", reason=text)
@@ -91,11 +97,11 @@ def _of_shares(facts: Facts, trainer_idle: float, rollout_idle: float) -> Verdic
         )
     if rollout_idle <= IDLE_MAX:
         return _of_rollouts(facts, busy)
-    why = f" {_capital(HOLDS[facts.held_back_by])}." if facts.held_back_by else ""
+    why = f"; {HOLDS[facts.held_back_by]}" if facts.held_back_by else ""
     return Verdict(
         limit="both",
         headline="Trainer and rollouts wait for one another",
-        reason=f"{busy}: too little is in flight to bridge the slowest answers.{why}{_sick(facts)}",
+        reason=f"{busy}: too little is in flight to bridge the slowest answers{why}.{_sick(facts)}",
     )
 
 

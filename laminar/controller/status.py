@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from laminar.core import breakpoints, dispatch, health, holds
+from laminar.core import amend, breakpoints, dispatch, health, holds
 from laminar.core.decisions import in_words
 from laminar.core.engine import Core
 from laminar.core.records import RepackRecord, State
@@ -30,12 +30,12 @@ def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, 
         "relays": relays(state, reports),
         "failovers": msgspec.to_builtins(state.num_failovers),
         "repack": _repack(state.repack),
-        "operator": _operator(state),
+        "operator": operator(state),
         "ledger": msgspec.to_builtins(state.ledger),
     }
 
 
-def _operator(state: State) -> dict[str, object]:
+def operator(state: State) -> dict[str, object]:
     """What is held, and what was changed."""
     return {
         "holds": [holds.why(state, name) for name in state.holds],
@@ -44,7 +44,7 @@ def _operator(state: State) -> dict[str, object]:
             str(each.id): {"at": breakpoints.in_text(each.where, each.conditions), "hits": each.num_hits}
             for each in state.breakpoints.values()
         },
-        "settings": dict(state.amended),
+        "settings": {amend.CHANGEABLE[name]: value for name, value in state.amended.items()},
         "sampler": state.sampler or None,
         "stop_after_step": state.stop_after or None,
     }

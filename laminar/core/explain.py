@@ -14,7 +14,7 @@ from laminar.core.explanation import Explanation, Line, held, listed
 from laminar.core.records import Replica, ReplicaState
 from laminar.core.relay_records import Relay
 from laminar.core.turn import Turn
-from laminar.ids import BOOT_SHIFT, GroupId, TrajectoryId, Version, WorkerId, make_id
+from laminar.ids import BOOT_BITS, BOOT_SHIFT, GroupId, TrajectoryId, Version, WorkerId, make_id
 
 
 def why(turn: Turn, subject: str) -> Explanation:
@@ -46,7 +46,7 @@ def why(turn: Turn, subject: str) -> Explanation:
 def parse_id(text: str) -> int:
     """The inverse of `ids.format_id`. Raises ValueError for anything else."""
     boot, dot, number = text.partition(".")
-    if not (dot and boot.isdecimal() and number.isdecimal()) or int(number) >> BOOT_SHIFT:
+    if not (dot and boot.isdecimal() and number.isdecimal()) or int(number) >> BOOT_SHIFT or int(boot) >> BOOT_BITS:
         raise ValueError(f"{text!r} is no id: boot.number, such as 1.17")
     return make_id(int(boot), int(number))
 

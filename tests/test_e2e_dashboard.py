@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 MARKUP = "<script>window.broken=1</script><img src=x onerror='window.broken=1'><b>bold</b>"
+UNSEEN = "\u202eturned\x00"
 
 LATE_ANSWER = """(address) => {
   const ask = window.fetch;
@@ -84,7 +85,7 @@ async def opened(world: World) -> AsyncIterator[Page]:
 
 async def test_it_shows_what_the_core_has_as_it_changes_and_text_as_text(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.prompts.text = MARKUP
+    world.prompts.text = MARKUP + UNSEEN
     async with opened(world) as page:
         await page.until("document.body.innerText.includes('No replica has joined yet.')")
         assert "No train step has finished yet." in await page.text("#curves")
@@ -103,7 +104,7 @@ async def test_it_shows_what_the_core_has_as_it_changes_and_text_as_text(tmp_pat
         world.write(group.id, [5, 6], {group.trajectories[0]: [7, 8, 1]})
         await page.ask(f"location.hash = '#group/g{format_id(group.id)}'")
         await page.until("document.getElementById('detail').innerText.includes('onerror')")
-        assert MARKUP in await page.text("#detail pre")
+        assert f"{MARKUP}‹U+202E›turned‹U+0000›" in await page.text("#detail pre")
         await page.ask(f"location.hash = '#trajectory/t{format_id(group.trajectories[0])}'")
         await page.until("document.querySelector('#detail .tokens')?.innerText === 'ef<eos>'")
         assert await page.ask("document.querySelector('#detail .tokens span').className") == "p1"
@@ -145,6 +146,77 @@ async def test_keys_lead_through_it_and_it_says_when_the_run_is_over(tmp_path: P
         await world.dashboard.close()
         await world.server.close()
         await page.until("document.getElementById('connection').innerText.startsWith('the controller has ended')")
+
+
+async def test_it_goes_on_with_the_controller_that_takes_over_and_asks_for_the_token_when_it_is_needed(
+    tmp_path: Path,
+) -> None:
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    before, after = World(tmp_path / "before"), World(tmp_path / "after")
+    before.start("r0", "r1", "r2")
+    after.start("r1")
+    async with browser() as page:
+        async with served(before):
+            port = before.server.port
+            await log_in(page, before.url, TOKEN)
+            await page.until("document.querySelectorAll('.fleet tbody tr').length === 3")
+        await page.until("document.getElementById('connection').innerText.startsWith('connection lost')")
+        async with served(after, port):
+            await page.until("document.getElementById('connection').innerText === 'live'")
+            await page.until("document.querySelector('.fleet tbody').innerText.startsWith('r1')")
+            assert await page.ask("document.querySelectorAll('.fleet tbody tr').length") == 1
+            assert [line for line in page.console if "ERR_CONNECTION_REFUSED" not in line] == []
+            await page.call("Network.clearBrowserCookies")
+            await page.ask("location.hash = '#replica/%'")
+            await page.until("!document.getElementById('login').hidden")
+            for token, said_ in ((f"{TOKEN}x", "this is not the token of this run"), (TOKEN, "")):
+                await page.ask("document.getElementById('token').value = ''")
+                await page.type(token)
+                await page.key("Enter", code=13, text="\r")
+                await page.until(f"document.getElementById('login-error').innerText === {said_!r}")
+            await page.until("!document.getElementById('page').hidden")
+            await page.until("document.getElementById('detail').innerText.includes('there is no replica')")
+
+
+PLOT = (
+    "import('/static/vendor/uPlot.esm.js').then((module) => { window.plot = module.default.sync('steps').plots[0]; })"
+)
+
+
+async def test_what_somebody_looks_at_stays_while_the_run_goes_on(tmp_path: Path) -> None:
+    world = World(tmp_path, steps=20)
+    world.start("r0")
+    async with opened(world) as page:
+        for number in range(4):
+            make_step(world, number)
+        await page.until("document.querySelector('.curve')")
+        await page.ask(PLOT)
+        await page.until("plot.data[0].length === 4")
+        await page.ask("plot.setScale('x', { min: 2, max: 3 })")
+        world.dashboard.alarm("first", "what happened\nand more of it")
+        await page.until("document.querySelector('#journal details')")
+        await page.click("#journal summary")
+        make_step(world, 4)
+        world.dashboard.alarm("second", "again")
+        await page.until("document.getElementById('journal').innerText.includes('again')")
+        await page.until("plot.data[0].length === 5")
+        assert await page.ask("[plot.scales.x.min, plot.scales.x.max]") == [2, 3]
+        assert "and more of it" in await page.text("#journal")
+        await page.click("#curves-tools button:nth-child(2)")
+        await page.until("plot.data[1][4] === 2")
+        assert page.console == []
+
+
+def make_step(world: World, reward: float) -> None:
+    """One more; its weights are pulled where that is due."""
+    state = world.core.state
+    while not state.trainer.running:
+        world.complete_all("r0")
+        if state.replicas[WorkerId("r0")].target:
+            world.refreshed("r0")
+    world.step_with(reward__mean=reward)
+    world.ready(Version(state.trainer.step, 0))
 
 
 async def test_a_run_is_shown_as_its_controller_says_and_its_end_is_too(tmp_path: Path) -> None:

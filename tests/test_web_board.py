@@ -1,7 +1,9 @@
 """What pages are told: what has changed, once; and open pages over real WebSockets, slow ones among them."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from web_world import TOKEN, World, served, until
 from laminar.controller.web import board as board_module
 from laminar.controller.web import stream
 from laminar.controller.web.board import CURVES, Cursor
-from laminar.controller.web.journal import is_of_run
-from laminar.core import story
+from laminar.controller.web.journal import is_of_run, is_routine
+from laminar.core import events, story
+from laminar.core.records import Evaluation
 from laminar.core.story import Row
 from laminar.ids import Version, WorkerId
 
@@ -41,6 +44,7 @@ async def test_a_page_is_told_everything_first_and_then_what_has_changed(world: 
     cursor = Cursor()
     first = await frame(world, cursor)
     assert first["sections"]["run"] == {"name": "spelling"}
+    assert first["sections"]["settings"] == [["trainer.lr", "1e-05", "1e-06"]]
     assert [row[0] for row in first["sections"]["lanes"]] == ["r0", "r1"]
     assert first["sections"]["fleet"]["generating"] == [4, 4]
     assert first["sections"]["metric_names"] == list(CURVES)
@@ -98,6 +102,41 @@ async def test_a_log_comes_in_pieces_and_each_row_once(world: World, monkeypatch
     assert len(marks) > 4
 
 
+async def test_what_an_operator_holds_and_has_changed_is_told(world: World) -> None:
+    world.start("r0")
+    world.send(events.HoldChanged(pass_name="sample", held=True, mode="pause"))
+    world.send(events.SettingsChanged(changes={"buffer_groups_max": 9}))
+    told = (await frame(world, Cursor()))["sections"]
+    assert told["operator"]["holds"] == ["the pass sample is paused by an operator"]
+    assert told["operator"]["settings"] == {"buffer.max_groups": 9}
+    assert (told["verdict"]["limit"], told["verdict"]["headline"]) == ("held", "The run is held")
+
+
+async def test_evaluations_are_told_once_they_are_done(world: World) -> None:
+    world.start("r0")
+    assert (await frame(world, Cursor()))["sections"]["progress"]["evaluations"] == []
+    done = Evaluation(id=1, name="before", version=Version(0, 0), done=True, accuracy=0.25, score=0.5, num_prompts=8)
+    world.core.state.evaluations += [done, Evaluation(id=2, name="after")]
+    told = (await frame(world, Cursor()))["sections"]["progress"]["evaluations"]
+    assert told == [["before", "v0", 0.25, 0.5, 8]]
+
+
+async def test_a_controller_that_takes_over_tells_earlier_alarms_and_when_the_run_began(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    alarms = [(50.0, "early", "a"), (60.0, "late", "b"), (101.0, "own", "c")]
+    with contextlib.closing(sqlite3.connect(tmp_path / "run.db")) as database, database:
+        database.execute("INSERT INTO boots (boot, started) VALUES (2, 100.0)")
+        database.executemany("INSERT INTO alarms VALUES (?, ?, ?)", alarms)
+    async with served(world):
+        board = world.dashboard._board
+        await until(lambda: "began" in board._sections)
+        told: dict[str, Any] = json.loads(board.frame(Cursor(), world.at)[0])
+    assert told["sections"]["began"] == 1.0
+    assert [row[:4] for row in told["logs"]["journal"]] == [
+        [50.0, "alarm", "a", ["early"]], [60.0, "alarm", "b", ["late"]],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("subjects", "shown"),
     [(("g1.2", "rollout-0"), False), (("t1.2",), False), (("rollout-0", "v3"), False), (("rollout-0",), True),
@@ -107,6 +146,17 @@ def test_the_journal_leaves_out_what_happens_to_each_sample_and_each_pull(
     subjects: tuple[str, ...], shown: bool
 ) -> None:
     assert is_of_run(Row(1, 0.0, "something", subjects)) is shown
+
+
+def test_the_journal_tells_what_every_step_brings_from_the_rest() -> None:
+    for because, subjects, expected in (
+        ("StepFinished of trainer-0/0", ("s3",), True),
+        ("VersionReady", ("v3.b1",), True),
+        ("StepFailed of trainer-0/0", ("s3",), False),
+        ("CheckpointSaved of trainer-0/0", ("s3",), False),
+        ("ReplicaReported of rollout-0", ("rollout-0",), False),
+    ):
+        assert is_routine(Row(1, 0.0, "something", subjects, because)) is expected, because
 
 
 # ---- open pages --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from web_world import MODEL, TOKEN, World, served
 
 from laminar import wire
@@ -15,7 +16,8 @@ from laminar.controller.schema import prepare
 from laminar.controller.web.detail import NO_TOKEN, NOT_HELD, TOKENS_SHOWN
 from laminar.controller.web.lanes import Activity
 from laminar.controller.web.records import Records
-from laminar.controller.web.text import Pieces, of_prompt
+from laminar.controller.web.text import WAITING_MAX, Pieces, of_prompt
+from laminar.core import events
 from laminar.ids import GroupId, TrajectoryId, WorkerId, format_id, make_id
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,7 +103,10 @@ async def test_what_has_left_the_core_is_read_from_the_database_and_its_tokens_a
     assert told["reward_parts"] == {"correct": 1.0}
     status, told = await ask(world, "group/g7.9")
     assert [t["id"] for t in told["trajectories"]] == ["t7.30", "t7.31"]
-    for path in ("group/g7.8", "trajectory/t7.32", "trajectory/g7.9", "trajectory/t7", "group/%3Cscript%3E"):
+    for path in (
+        "group/g7.8", "group/g9999999999999999.1", "trajectory/t7.9999999999999999", "trajectory/t7.32", "trajectory/g7.9",
+        "trajectory/t7", "group/%3Cscript%3E",
+    ):  # fmt: skip
         assert (await ask(world, path))[0] == 404, path
 
 
@@ -192,3 +197,63 @@ async def test_earlier_lanes_want_a_time(world: World) -> None:
     assert (await ask(world, "lanes?from=10&to=20"))[0] == 200
     for query in ("", "?from=1", "?from=x&to=2", "?from=2&to=1", "?from=0&to=1e9", "?from=nan&to=nan"):
         assert (await ask(world, f"lanes{query}"))[0] == 400, query
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def by_bytes(directory: Path) -> Pieces:
+    """Of a model that has a token for each byte, and no other: how bytes become tokens when nothing is merged."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return Pieces(str(directory))
+
+
+def tokens_of(directory: Path, text: str) -> list[int]:
+    return Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids
+
+
+def test_a_character_of_several_tokens_comes_with_its_last_one_also_where_a_part_of_a_text_begins(
+    tmp_path: Path,
+) -> None:
+    pieces = by_bytes(tmp_path)
+    tokens = tokens_of(tmp_path, "é😀b")
+    assert pieces.of(tokens) == ["", "é", "", "", "", "😀", "b"]
+    for first in range(len(tokens)):
+        assert pieces.of(tokens, first) == pieces.of(tokens)[first:], first
+        assert pieces.of(tokens, 0, first) == pieces.of(tokens)[:first], first
+
+
+def test_bytes_that_are_no_character_are_shown_as_such_and_near_where_they_are(tmp_path: Path) -> None:
+    pieces = by_bytes(tmp_path)
+    smile, good = tokens_of(tmp_path, "😀"), tokens_of(tmp_path, "good")
+    cut = pieces.of([*good, *smile[:3]])
+    assert "".join(cut).startswith("good")
+    assert cut[-1] == "\ufffd"
+    garbage = smile[1:2] * 100
+    told = pieces.of([*garbage, *good])
+    assert "".join(told).strip("\ufffd") == "good"
+    assert "".join(told).count("\ufffd") == 100
+    assert told.index("\ufffd" * WAITING_MAX) < WAITING_MAX
+
+
+async def test_a_long_prompt_is_shown_from_its_end_and_says_how_much_is_left_out(world: World) -> None:
+    group, (one, *_) = first_group(world)
+    world.write(group, [5] * 7 + [6] * TOKENS_SHOWN, {one: [7]})
+    _, told = await ask(world, f"trajectory/t{format_id(one)}")
+    assert (told["prompt_left_out"], told["prompt_text"]) == (7, "d" * TOKENS_SHOWN)
+
+
+async def test_a_replica_that_has_left_still_has_its_story(world: World) -> None:
+    world.join("r1")
+    world.refreshed("r1")
+    world.send(events.DrainRequested(worker=WorkerId("r1")))
+    while "r1" in world.core.state.replicas:
+        world.complete_all("r1")
+        world.lost("r1")
+    status, told = await ask(world, "replica/r1")
+    assert (status, told["live"], told["why"]["text"]) == (200, False, "r1 has left the run")
+    assert any("holds v0" in row["text"] for row in told["story"])

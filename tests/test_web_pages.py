@@ -10,6 +10,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from laminar.controller.access import Access
+from laminar.controller.web.board import CURVES
+from laminar.controller.web.lanes import Activity
 from laminar.controller.web.pages import POLICY, STATIC, Pages
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,3 +83,13 @@ def test_files_stay_readable_and_what_is_not_ours_has_its_licence() -> None:
 def test_an_installed_package_has_the_files() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["laminar.controller.web"] == ["static/**/*"]
+
+
+def test_every_metric_that_pages_are_sent_is_drawn_and_no_other() -> None:
+    drawn = re.findall(r'\["([a-z_]+/[a-z_/]+)", "[^"]+", "(?:ink|second)"', (STATIC / "curves.js").read_text())
+    assert sorted(drawn) == sorted(CURVES)
+
+
+def test_pages_call_the_activities_of_lanes_by_their_numbers() -> None:
+    numbers = dict(re.findall(r"\b([A-Z]+) = (\d+)", (STATIC / "model.js").read_text()))
+    assert {name: int(number) for name, number in numbers.items()} == {each.name: each.value for each in Activity}

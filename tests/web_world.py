@@ -56,7 +56,12 @@ class World(Driver):
         records = Records(directory / "run.db")
         self.detail = Detail(self.core, self.prompts, self.tokens.rows, Pieces(str(MODEL)), records)
         self.dashboard = Dashboard(
-            self.core, self.telemetry, run="spelling", now=lambda: self.at, detail=self.detail, records=records
+            self.core,
+            self.telemetry,
+            fixed={"run": {"name": "spelling"}, "settings": [("trainer.lr", "1e-05", "1e-06")]},
+            now=lambda: self.at,
+            detail=self.detail,
+            records=records,
         )
         self.server = Server(
             Channels(1), token=TOKEN, run_id="test", config=wire.encode(Config()), heartbeat_s=1.0, timeout_s=5.0
@@ -109,10 +114,10 @@ class World(Driver):
 
 
 @contextlib.asynccontextmanager
-async def served(world: World) -> AsyncIterator[World]:
+async def served(world: World, port: int = 0) -> AsyncIterator[World]:
     """It listens, and looks at itself as in a run."""
     world.log_.start(lambda seq: None)
-    await world.server.start("127.0.0.1", 0)
+    await world.server.start("127.0.0.1", port)
     looking = asyncio.create_task(world.dashboard.run())
     try:
         yield world

@@ -89,7 +89,7 @@ class Parts:
         which = {"run": run.name, "run_id": log.run_id, "boot": boot}
         self.telemetry.tracer = otel.start(os.environ, config.log.trace_share, self.display.say, **which)
         seen = self.runtime, self.telemetry, given.prompts, self.tokens.rows
-        self.dashboard = Dashboard.of_run(run, config.model.path, *seen)
+        self.dashboard = Dashboard.of_run(run, config, *seen)
         self.watches = Watches(run, self.runtime, self.channels, log, self.alarm, self.display.say)
         on_stalled, wanted = self.watches.writer("archive"), config.log.archive == "parquet"
         self.archive = Archive(run.archive, run.database, self.tokens, on_stalled, wanted=wanted)

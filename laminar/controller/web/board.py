@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from laminar.controller import status
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.totals import STALENESSES
 from laminar.controller.web import sections
@@ -22,11 +23,12 @@ LANES_AT_ONCE = 64  # looked at in one turn of the event loop: about a milliseco
 ROWS_AT_ONCE = 4_000  # of a log in one frame: some 150 kB, encoded in about a millisecond
 STEPS_KEPT = 2_000
 CURVES = (
-    "reward/mean", "reward/std", "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl",
-    "mismatch_kl/mean", "importance_ratio/max", "advantage/zero_fraction", "is_truncated/mean", "off_policy/s_train/mean",
-    "off_policy/s_train/max", "perf/generation_tokens_per_s", "perf/training_tokens_per_s", "perf/trainer_idle_ratio",
-    "perf/rollout_idle_ratio", "buffer/depth_groups", "timing/wall_s", "perf/publication_stall_s", "perf/rollout_wait_s",
-    "event_loop_lag/max",
+    "reward/mean", "reward/std", "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/pg_loss", "actor/pg_clipfrac",
+    "actor/ppo_kl", "actor/lr", "mismatch_kl/mean", "importance_ratio/mean", "importance_ratio/max", "advantage/zero_fraction",
+    "is_truncated/mean", "off_policy/s_train/mean", "off_policy/s_train/max", "perf/generation_tokens_per_s",
+    "perf/training_tokens_per_s", "perf/trainer_idle_ratio", "perf/rollout_idle_ratio", "perf/publication_stall_s",
+    "perf/rollout_wait_s", "timing/wall_s", "timing/step_s", "timing/trajectory_s/mean", "timing/trajectory_s/max",
+    "buffer/depth_groups", "event_loop_lag/max",
 )  # fmt: skip
 """Metrics of each step (docs/metrics.md) that the page has."""
 
@@ -63,9 +65,10 @@ class Board:
         """What the section `samples` was made of."""
         self._logs: dict[str, Kept[Any]] = {
             "segments": lanes.segments, "moves": lanes.moves, "marks": lanes.marks, "journal": journal.entries,
-            "steps": self.steps,
+            "routine": journal.routine, "steps": self.steps,
         }  # fmt: skip
         self.put("metric_names", CURVES)
+        self.put("age_edges_s", sections.AGE_EDGES_S)
 
     def put(self, name: str, value: Any) -> None:
         """A section as it is now."""
@@ -133,6 +136,7 @@ class Board:
         self.put("ledger", sections.books(self._core))
         self.put("relays", sections.relays(self._core, self._telemetry.relays))
         self.put("repack", sections.repack(self._core.state))
+        self.put("operator", status.operator(self._core.state))
 
 
 def staleness(telemetry: Telemetry) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import socket
 import sqlite3
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from aiohttp import web
 
+from laminar import __version__, configfile
+from laminar.config import Config
 from laminar.controller.access import Access
 from laminar.controller.effects import Prompts
 from laminar.controller.rundir import RunDirectory
@@ -33,9 +36,16 @@ class Dashboard:
     """Called on the event loop."""
 
     def __init__(
-        self, core: Core, telemetry: Telemetry, *, run: str, now: Callable[[], float], detail: Detail, records: Records
+        self,
+        core: Core,
+        telemetry: Telemetry,
+        *,
+        fixed: Mapping[str, Any],
+        now: Callable[[], float],
+        detail: Detail,
+        records: Records,
     ) -> None:
-        """`run`: its name; `now`: run time, seconds."""
+        """`fixed`: sections that stay as they are, `run` and `settings`; `now`: run time, seconds."""
         self._core, self._now, self._detail, self._records = core, now, detail, records
         self._lanes, self._journal = Lanes(), Journal()
         self._busy: dict[WorkerId, float] = {}
@@ -45,23 +55,31 @@ class Dashboard:
         self._received: list[tuple[float, int]] = []
         """(when, tokens received by then) of the last looks."""
         self._board = Board(core, telemetry, self._lanes, self._journal, self._busy)
-        self._board.put("run", {"name": run})
+        for name, value in fixed.items():
+            self._board.put(name, value)
         self._stream = Stream(self._board, now)
 
     @classmethod
     def of_run(
         cls,
         run: RunDirectory,
-        model: str,
+        config: Config,
         runtime: Runtime,
         telemetry: Telemetry,
         prompts: Prompts,
         rows: Rows,
     ) -> Self:
-        """With the run's database, the `rows` of its token store, and the tokenizer of its `model`."""
+        """With the run's database, the `rows` of its token store, and the tokenizer of its model."""
         core, records = runtime.core, Records(run.database)
-        detail = Detail(core, prompts, rows, Pieces(model), records)
-        return cls(core, telemetry, run=run.name, now=runtime.now, detail=detail, records=records)
+        detail = Detail(core, prompts, rows, Pieces(config.model.path), records)
+        about = {
+            "name": run.name,
+            "path": str(run.path.absolute()),
+            "host": socket.gethostname(),
+            "laminar": __version__,
+        }
+        fixed = {"run": about, "settings": configfile.changed(config)}
+        return cls(core, telemetry, fixed=fixed, now=runtime.now, detail=detail, records=records)
 
     @staticmethod
     def open_routes(access: Access) -> list[web.RouteDef]:
@@ -87,7 +105,7 @@ class Dashboard:
 
     async def run(self) -> None:
         """For ever: notice what no event says, and tell open pages."""
-        await self._load_steps()
+        await self._load_past()
         while True:
             await self._stream.pause()
             await self._look()
@@ -101,14 +119,15 @@ class Dashboard:
         await self._board.refresh()
         await self._stream.close()
 
-    async def _load_steps(self) -> None:
-        """Those of the processes before this one."""
-        with contextlib.suppress(
-            sqlite3.Error
-        ):  # the curves begin later, then; whatever it is, the log has its own alarm
+    async def _load_past(self) -> None:
+        """What the processes before this one left."""
+        with contextlib.suppress(sqlite3.Error):  # the page has less, then; whatever it is, the log has its own alarm
             before = self._core.state.trainer.step + 1
             for step in await asyncio.to_thread(self._records.steps, CURVES, before, STEPS_KEPT // 2):
                 self._board.steps.add(step)
+            for alarm in await asyncio.to_thread(self._records.alarms):
+                self._journal.alarm(*alarm)
+            self._board.put("began", await asyncio.to_thread(self._records.began))
 
     async def _look(self) -> None:
         for begin in range(0, len(self._lanes.names) + 1, LANES_AT_ONCE):

@@ -77,11 +77,14 @@ class Detail:
         try:
             why = self._why(worker)
         except LookupError as error:
-            return _missing(error)
-        replica = self._core.state.replicas.get(worker)
+            if not self._core.story.of(worker):
+                return _missing(error)
+            return self._replica_without_process(
+                worker, {"text": f"{worker} has left the run", "lines": []}, live=False
+            )
+        replica, records = self._core.state.replicas.get(worker), self._core.state.trajectories
         if replica is None:
-            return _answer({"live": True, "why": why, "trajectories": [], "more": 0, "story": self._story(worker)})
-        records = self._core.state.trajectories
+            return self._replica_without_process(worker, why, live=True)
         has = [records[t] for t in list(replica.attempts)[:TRAJECTORIES_SHOWN]]
         return _answer(
             {
@@ -93,6 +96,9 @@ class Detail:
                 "story": self._story(worker),
             }
         )
+
+    def _replica_without_process(self, worker: WorkerId, why: dict[str, Any], *, live: bool) -> web.Response:
+        return _answer({"live": live, "why": why, "trajectories": [], "more": 0, "story": self._story(worker)})
 
     # ---- group ---------------------------------------------------------------------------------------------
 
@@ -190,19 +196,30 @@ class Detail:
         }
 
     def _tokens(self, number: TrajectoryId, first: int) -> dict[str, Any]:
-        """Some of its tokens: [id, text, log-prob, source] each; and the whole prompt as the model saw it."""
+        """Some of its tokens: [id, text, log-prob, source] each; and the prompt."""
         try:
             (row,) = self._rows([number])
         except KeyError:
             return {"tokens": None, "why_no_tokens": NOT_HELD}
         ids, logprobs = array("i", row.tokens).tolist(), array("f", row.logprobs).tolist()
         sources = list(row.sources) or [0] * len(ids)
-        shown = slice(first, first + TOKENS_SHOWN)
-        pieces = self._pieces.of(ids[shown])
+        last = first + TOKENS_SHOWN
+        shown, pieces = slice(first, last), self._pieces.of(ids, first, last)
         told = zip(ids[shown], pieces, (round(value, 4) for value in logprobs[shown]), sources[shown], strict=True)
-        prompt = "".join(self._pieces.of(array("i", row.prompt_tokens).tolist()[-TOKENS_SHOWN:]))
-        why = self._pieces.why_not
-        return {"first": first, "tokens": list(told), "why_no_text": why, **({} if why else {"prompt_text": prompt})}
+        prompt = self._prompt_of(array("i", row.prompt_tokens).tolist())
+        return {
+            "first": first,
+            "most": TOKENS_SHOWN,
+            "tokens": list(told),
+            "why_no_text": self._pieces.why_not,
+            **prompt,
+        }
+
+    def _prompt_of(self, ids: list[int]) -> dict[str, Any]:
+        """As the model saw it, the end if it is long; nothing if there is no text."""
+        left_out = max(0, len(ids) - TOKENS_SHOWN)
+        words = "".join(self._pieces.of(ids, left_out))
+        return {} if self._pieces.why_not else {"prompt_text": words, "prompt_left_out": left_out}
 
     # ---- parts ---------------------------------------------------------------------------------------------
 

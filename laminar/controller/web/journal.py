@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 from laminar.controller.web.lanes import Kept
+from laminar.core import events
 from laminar.core.story import Row, Story
 
 KEPT = 2_000
@@ -15,6 +16,10 @@ LOOKED_AT = 2_000  # rows of the story between two looks: some hundred at 256 re
 SUBJECTS_SHOWN = 4
 _OF_SAMPLES = re.compile(r"[gt]\d+\.\d+")
 _VERSION = re.compile(r"v\d+(\.b\d+)?")
+_OF_STEP = re.compile(r"s\d+|v\d+(\.b\d+)?")
+_ROUTINE = [
+    each.__name__ for each in (events.StepFinished, events.ReplicaReported, events.ShardsWritten, events.VersionReady)
+]
 
 
 class Entry(NamedTuple):
@@ -32,6 +37,8 @@ class Journal:
 
     def __init__(self) -> None:
         self.entries: Kept[Entry] = Kept(KEPT)
+        self.routine: Kept[Entry] = Kept(KEPT)
+        """What every train step brings: apart, so that the rest is kept for longer."""
         self._seen = 0
         """Seq of the last event whose rows are taken."""
 
@@ -44,7 +51,8 @@ class Journal:
         for row in story.latest(LOOKED_AT):
             if row.cause > self._seen and is_of_run(row):
                 subjects = list(row.subjects[:SUBJECTS_SHOWN])
-                self.entries.add(Entry(round(row.at, 3), "event", row.text, subjects, row.because))
+                kept = self.routine if is_routine(row) else self.entries
+                kept.add(Entry(round(row.at, 3), "event", row.text, subjects, row.because))
         self._seen = seq
 
 
@@ -54,3 +62,8 @@ def is_of_run(row: Row) -> bool:
         return False
     num_versions = sum(bool(_VERSION.fullmatch(subject)) for subject in row.subjects)
     return not (num_versions and num_versions < len(row.subjects))
+
+
+def is_routine(row: Row) -> bool:
+    """Whether a train step or its weights go their usual way."""
+    return row.because.split(" ")[0] in _ROUTINE and all(_OF_STEP.fullmatch(subject) for subject in row.subjects)

@@ -13,6 +13,7 @@ from laminar.ids import BOOT_SHIFT
 PATIENCE_S = 5.0  # of somebody who looks at a page; a query that takes longer is broken off
 TICKS = 10_000  # steps of SQLite's machine between two looks at the clock: a millisecond or so
 SIBLINGS_MAX = 256
+ALARMS_MAX = 200  # of earlier processes: what a page shows of its list at once
 LANE_PARTS = 400  # of the time that is asked for: a pixel or two each
 SPAN_S_MAX = 60.0  # a report or a pull that lasts longer may be missing at the end of what is asked for
 GAP_S = 2.0  # two reports of one version that are no further apart are one stretch of generation
@@ -38,6 +39,20 @@ class Records:
             for step, name, value in rows:
                 found.setdefault(step, {})[name] = value
         return [(step, [values.get(name) for name in names]) for step, values in sorted(found.items())]
+
+    def alarms(self) -> list[tuple[float, str, str]]:
+        """(when, name, text) of the last ALARMS_MAX of the processes before the last one, oldest first."""
+        with self._opened() as database:
+            query = (
+                "SELECT at, name, text FROM alarms WHERE at < (SELECT max(started) FROM boots) ORDER BY at DESC LIMIT ?"
+            )
+            return database.execute(query, (ALARMS_MAX,)).fetchall()[::-1]
+
+    def began(self) -> float | None:
+        """When the first process of the run did, seconds since the epoch."""
+        with self._opened() as database:
+            (began,) = database.execute("SELECT min(started) FROM boots").fetchone()
+            return began
 
     def trajectory(self, trajectory: int) -> dict[str, Any] | None:
         """Its record; None if there is none."""

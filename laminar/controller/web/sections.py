@@ -11,7 +11,7 @@ import msgspec
 
 from laminar.controller import bottleneck, status
 from laminar.controller.web.lanes import Activity, Lanes
-from laminar.core import dispatch, health, ledger, versions, waits
+from laminar.core import dispatch, health, holds, ledger, versions, waits
 from laminar.core.engine import Core
 from laminar.core.records import Group, State
 from laminar.core.turn import Turn
@@ -48,8 +48,10 @@ def progress(core: Core, eta_s: float, tokens_per_s: float) -> dict[str, Any]:
             "saving": trainer.saving if trainer.saving >= 0 else None,
             "checkpoint": trainer.checkpoint if trainer.checkpoint >= 0 else None,
         },
-        "held": [msgspec.to_builtins(held) for held in list(state.held.values())[:20]],
         "new_groups": status.new_groups(core),
+        "evaluations": [
+            [e.name, str(e.version), e.accuracy, e.score, e.num_prompts] for e in state.evaluations if e.num_prompts
+        ],
     }
 
 
@@ -70,6 +72,7 @@ def facts(core: Core, history: Sequence[Mapping[str, float]]) -> bottleneck.Fact
         stopping=state.stopping,
         storage_failure=state.storage_failure,
         stalled_for_s=stalled_for_s(state),
+        held=[holds.why(state, name) for name in holds.STANDING_STILL if name in state.holds],
         num_steps=len(steps),
         trainer_idle=_mean(steps, "perf/trainer_idle_ratio"),
         rollout_idle=_mean(steps, "perf/rollout_idle_ratio"),

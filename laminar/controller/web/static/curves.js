@@ -1,27 +1,37 @@
 // What each train step measured, as small curves with one cursor.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { by, el, say } from "./dom.js";
-import { NONE, integer, number, percent } from "./format.js";
+import { by, choice, el, say } from "./dom.js";
+import { NONE, integer, known, number, percent } from "./format.js";
 import * as theme from "./theme.js";
 
 const HEIGHT = 132;
-const CURVES_AT_ONCE = 3; // made in one go
+const CURVES_AT_ONCE = 4; // made or drawn in one go
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // steps between ticks of steps
+const MEANS = [[1, "each step"], [10, "mean of 10"], [50, "of 50"]];
+// At step 1 they contain the start of the workers, beside which nothing else would be seen.
+const WITH_START = new Set(["timing/wall_s", "timing/trajectory_s/mean", "timing/trajectory_s/max", "perf/trainer_idle_ratio", "perf/rollout_idle_ratio"]);
 // Of each: title, [metric, name, colour] …, how a value is written.
 const CURVES = [
-  ["Reward", [["reward/mean", "mean", "ink"]], number],
+  ["Reward", [["reward/mean", "mean", "ink"], ["reward/std", "spread", "second"]], number],
   ["Response length, tokens", [["response_length/mean", "mean", "ink"]], number],
   ["Staleness, steps", [["off_policy/s_train/mean", "mean", "ink"], ["off_policy/s_train/max", "most", "second"]], number],
   ["Tokens/s", [["perf/generation_tokens_per_s", "generated", "ink"], ["perf/training_tokens_per_s", "trained", "second"]], integer],
   ["Entropy, nats/token", [["actor/entropy", "mean", "ink"]], number],
-  ["Gradient norm", [["actor/grad_norm", "before clipping", "ink"]], number],
-  ["KL, nats", [["actor/ppo_kl", "update", "ink"], ["mismatch_kl/mean", "engine–trainer", "second"]], number],
-  ["Idle", [["perf/trainer_idle_ratio", "trainer", "ink"], ["perf/rollout_idle_ratio", "rollouts", "second"]], percent],
+  ["KL, nats/token", [["actor/ppo_kl", "update", "ink"], ["mismatch_kl/mean", "engine–trainer", "second"]], number],
+  ["Importance ratio", [["importance_ratio/mean", "mean", "ink"], ["importance_ratio/max", "most", "second"]], number],
   ["Clipped tokens", [["actor/pg_clipfrac", "share", "ink"]], percent],
+  ["Gradient norm", [["actor/grad_norm", "before clipping", "ink"]], number],
+  ["Policy loss", [["actor/pg_loss", "mean", "ink"]], number],
+  ["Learning rate", [["actor/lr", "last update", "ink"]], number],
   ["Groups without a signal", [["advantage/zero_fraction", "share", "ink"]], percent],
   ["Truncated answers", [["is_truncated/mean", "share", "ink"]], percent],
-  ["Step, s", [["timing/wall_s", "all", "ink"], ["perf/publication_stall_s", "publication", "second"]], number],
+  ["Idle", [["perf/trainer_idle_ratio", "trainer", "ink"], ["perf/rollout_idle_ratio", "rollouts", "second"]], percent],
+  ["Step, s", [["timing/wall_s", "all", "ink"], ["timing/step_s", "training", "second"]], number],
+  ["Trajectory, s", [["timing/trajectory_s/mean", "mean", "ink"], ["timing/trajectory_s/max", "most", "second"]], number],
+  ["Weight stalls, s", [["perf/publication_stall_s", "trainer", "ink"], ["perf/rollout_wait_s", "a replica", "second"]], number],
+  ["Buffer, groups", [["buffer/depth_groups", "after the step", "ink"]], integer],
+  ["Controller’s loop lag, s", [["event_loop_lag/max", "most", "ink"]], number],
 ];
 
 export class Curves {
@@ -29,7 +39,11 @@ export class Curves {
     this.model = model;
     this.empty = el("p", { class: "empty" }, "No train step has finished yet.");
     by("curves").append(this.empty);
+    by("curves-tools").append(choice("Each point is", MEANS, 1, (num) => this.smooth(num)));
+    this.num = 1; // steps that a point is the mean of
     this.curves = [];
+    this.last = null; // step up to which they show
+    this.stale = new Set(); // those that do not show it yet
     this.sync = uPlot.sync("steps");
     theme.onChange(() => this.rebuild());
     new ResizeObserver(() => this.resize()).observe(by("curves"));
@@ -43,9 +57,15 @@ export class Curves {
     if (!changed.has("steps") && !changed.has("metric_names")) return;
     this.empty.hidden = this.model.steps.length > 0;
     if (!this.model.steps.length) return false;
+    const last = this.model.steps.at(-1);
+    if (last !== this.last) this.stale = new Set(this.curves);
+    this.last = last;
     this.build();
-    for (const curve of this.curves) curve.show(this.model);
-    return this.curves.length < CURVES.length; // the rest with the next frame
+    for (const curve of [...this.stale].slice(0, CURVES_AT_ONCE)) {
+      curve.show(this.model, this.num);
+      this.stale.delete(curve);
+    }
+    return this.stale.size > 0 || this.curves.length < CURVES.length; // the rest with the next frame
   }
 
   /** Some more of them, as long as not all are there. */
@@ -54,12 +74,25 @@ export class Curves {
     const made = missing.map(([title, series, write]) => new Curve(title, series, write, this.sync.key));
     by("curves").append(...made.map((curve) => curve.figure));
     this.curves.push(...made);
-    for (const curve of made) curve.resize();
+    for (const curve of made) {
+      curve.resize();
+      this.stale.add(curve);
+    }
   }
 
   rebuild() {
     for (const curve of this.curves) curve.remove();
     this.curves = [];
+    this.redraw();
+  }
+
+  smooth(num) {
+    this.num = num;
+    this.redraw();
+  }
+
+  redraw() {
+    this.stale = new Set(this.curves);
     while (this.update(new Set(["steps"])));
   }
 
@@ -98,15 +131,25 @@ class Curve {
     };
   }
 
-  show(model) {
-    const names = model.sections.metric_names ?? [];
+  /** All steps; each point is the mean of the last `num` of them that measured it. */
+  show(model, num) {
+    const names = model.sections.metric_names ?? [], zoom = this.zoom();
     const steps = model.steps.map(([step]) => step);
-    this.data = [steps, ...this.series.map(([metric]) => model.steps.map(([, values]) => values[names.indexOf(metric)] ?? null))];
-    this.plot.setData(this.data);
+    this.data = [steps, ...this.series.map(([metric]) => means(model.steps.map(([step, values]) => (step === 1 && WITH_START.has(metric) ? null : values[names.indexOf(metric)] ?? null)), num))];
+    this.plot.batch(() => {
+      this.plot.setData(this.data, !zoom);
+      if (zoom) this.plot.setScale("x", zoom);
+    });
     this.tell();
     const first = steps[0], last = steps.at(-1);
     const words = this.series.map(([, name], at) => `${name} ${this.write(this.data[at + 1].find((value) => value !== null))} at step ${first}, ${this.write(this.data[at + 1].at(-1))} at step ${last}`);
     this.box.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
+  }
+
+  /** What somebody has zoomed in to, which the next step leaves alone; null = all is shown. */
+  zoom() {
+    const { min, max } = this.plot.scales.x, steps = this.data?.[0] ?? [];
+    return steps.length > 1 && (min > steps[0] || max < steps.at(-1)) ? { min, max } : null;
   }
 
   /** The values under the cursor, or the last ones. */
@@ -126,6 +169,16 @@ class Curve {
     this.plot.destroy();
     this.figure.remove();
   }
+}
+
+/** Of each value the mean of the last `num` up to it, those that are known; where it is not known itself there is none. */
+function means(values, num) {
+  if (num === 1) return values;
+  return values.map((value, at) => {
+    if (!known(value)) return null;
+    const some = values.slice(Math.max(0, at + 1 - num), at + 1).filter(known);
+    return some.reduce((sum, each) => sum + each, 0) / some.length;
+  });
 }
 
 /** From a little below to a little above; from zero where that is near. A constant is a line in the middle. */

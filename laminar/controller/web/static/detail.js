@@ -1,7 +1,7 @@
 // One replica, group or trajectory, beside the page: chosen by the address, so that it can be sent to somebody.
 
 import { by, el, table } from "./dom.js";
-import { NONE, clock, duration, fixed, integer, known } from "./format.js";
+import { NONE, clock, duration, fixed, integer, known, visible } from "./format.js";
 import { strip } from "./samples.js";
 import { text as shadedText } from "./trajectory.js";
 
@@ -14,6 +14,7 @@ export class Detail {
     this.node = by("detail");
     this.last = null; // what had the focus before
     this.timer = null;
+    this.wanted = []; // kind and id of what is open
     this.opened = 0; // so often something was opened: an answer to an earlier question is not shown
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => {
@@ -25,18 +26,26 @@ export class Detail {
   update() {}
 
   open() {
-    const [, kind, id] = /^#(replica|group|trajectory)\/(.+)$/.exec(location.hash) ?? [];
+    const [kind, id] = asked(location.hash);
     if (!kind) return this.hide();
     clearTimeout(this.timer);
     this.opened += 1;
     if (this.node.hidden) this.last = document.activeElement;
     this.node.hidden = false;
     this.body = el("div", { class: "detail-body" }, el("p", { class: "empty" }, "looking it up"));
-    const title = el("h2", { id: "detail-title" }, decodeURIComponent(id));
+    const title = el("h2", { id: "detail-title" }, id);
     this.node.replaceChildren(el("div", { class: "heading" }, title, el("button", { type: "button", click: () => this.close() }, "Close")), this.body);
     this.node.focus();
     this.from = 0; // first token shown
-    this.look(kind, id, this.opened);
+    this.wanted = [kind, id];
+    this.look(this.opened);
+  }
+
+  /** Another controller, or the same after a login, may know what the last one did not. */
+  clear() {
+    clearTimeout(this.timer);
+    this.opened += 1;
+    if (!this.node.hidden) this.look(this.opened);
   }
 
   close() {
@@ -48,21 +57,22 @@ export class Detail {
     clearTimeout(this.timer);
     this.opened += 1;
     this.node.hidden = true;
-    this.last?.focus();
+    if (this.last) (this.last.isConnected ? this.last : by("main")).focus(); // what it was in may have been drawn anew
     this.last = null;
   }
 
-  async look(kind, id, opened) {
-    const [answer, told] = await ask(`/v1/dashboard/${kind}/${id}?from=${this.from}`);
+  async look(opened) {
+    const [kind, id] = this.wanted;
+    const { answer, told, again } = await ask(`/v1/dashboard/${kind}/${encodeURIComponent(id)}?from=${this.from}`);
     if (opened !== this.opened) return;
     const show = (from) => {
       this.from = from;
       this.node.focus();
       clearTimeout(this.timer);
-      this.look(kind, id, opened);
+      this.look(opened);
     };
     if (!this.isBeingRead()) this.body.replaceChildren(...(told ? KINDS[kind](answer, show) : [el("p", { class: "error" }, answer.error)]));
-    if (!told || answer.live) this.timer = setTimeout(() => this.look(kind, id, opened), AGAIN_MS);
+    if (again) this.timer = setTimeout(() => this.look(opened), AGAIN_MS);
   }
 
   /** Text that somebody marks, or an opened part, is left alone. */
@@ -72,12 +82,25 @@ export class Detail {
   }
 }
 
+/** [kind, id] that the address names; [] = none. */
+function asked(address) {
+  const [, kind, id] = /^#(replica|group|trajectory)\/(.+)$/.exec(address) ?? [];
+  try {
+    return kind ? [kind, decodeURIComponent(id)] : [];
+  } catch {
+    return [kind, id]; // a % that begins no escape
+  }
+}
+
+/** The answer, whether it is what was asked for, and whether another may come later. */
 async function ask(path) {
   try {
     const answer = await fetch(path, { cache: "no-store" });
-    return [await answer.json(), answer.ok];
+    if (answer.status === 401) dispatchEvent(new Event("laminar:refused"));
+    const known = await answer.json();
+    return { answer: known, told: answer.ok, again: answer.ok ? known.live : answer.status >= 500 };
   } catch {
-    return [{ error: "The controller does not answer." }, false];
+    return { answer: { error: "The controller does not answer." }, told: false, again: true };
   }
 }
 
@@ -102,10 +125,10 @@ function group(g) {
       ["version", g.version ?? NONE],
       ["replica", g.worker ? el("a", { href: `#replica/${encodeURIComponent(g.worker)}` }, g.worker) : NONE],
       ["rewards", strip(g.trajectories.map((t) => t.reward))],
-      ["answer expected", g.answer || NONE],
+      ["answer expected", visible(g.answer) || NONE],
     ]),
     el("h3", {}, "Prompt"),
-    el("pre", { class: "text" }, g.prompt_text),
+    el("pre", { class: "text" }, visible(g.prompt_text)),
     el("h3", {}, "Siblings"),
     members(g.trajectories, false),
     ...story(g.story),

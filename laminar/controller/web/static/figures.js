@@ -5,6 +5,7 @@ import { NONE, fixed, integer, known, number, percent } from "./format.js";
 
 const FIGURES = [
   ["reward", "Reward", "mean of the last batch", (s) => fixed(s.metrics?.["reward/mean"], 3)],
+  ["accuracy", "Accuracy", "greedy, held out: before, after", accuracy],
   ["staleness", "Staleness", "mean and most, trainer steps", staleness],
   ["generation", "Generation", "tokens/s, last step", (s) => integer(s.metrics?.["perf/generation_tokens_per_s"])],
   ["training", "Training", "tokens/s, last step", (s) => integer(s.metrics?.["perf/training_tokens_per_s"])],
@@ -14,6 +15,12 @@ const FIGURES = [
   ["received", "Arriving", "tokens/s, now", (s) => integer(s.progress?.tokens_per_s)],
   ["lag", "Loop lag", "of the controller, most", lag],
 ];
+
+/** Of the evaluations, if the run makes any. */
+function accuracy({ progress }) {
+  const done = Object.fromEntries((progress?.evaluations ?? []).map(([name, , value]) => [name, value]));
+  return known(done.before) ? `${fixed(done.before, 3)} → ${known(done.after) ? fixed(done.after, 3) : "…"}` : "";
+}
 
 function staleness({ metrics }) {
   if (!known(metrics?.["off_policy/s_train/mean"])) return NONE;
@@ -37,6 +44,10 @@ export class Figures {
 
   update(changed) {
     if (!["metrics", "buffer", "progress"].some((name) => changed.has(name))) return;
-    FIGURES.forEach(([, , , read], at) => say(this.values[at], read(this.model.sections)));
+    FIGURES.forEach(([, , , read], at) => {
+      const value = read(this.model.sections);
+      say(this.values[at], value);
+      this.values[at].parentElement.hidden = value === "";
+    });
   }
 }

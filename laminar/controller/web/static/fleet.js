@@ -8,7 +8,7 @@ import { ACTIVITIES, DEAD, DRAINING, GENERATING, GONE, QUARANTINED, SUSPECT } fr
 const COLUMNS = [
   ["replica", false, (r) => r.name, (r) => r.place],
   ["state", false, (r) => r.state, (r) => r.activity],
-  ["version", false, (r) => r.version || NONE, (r) => Number(r.version.slice(1).split(".")[0] || -1)],
+  ["version", false, (r) => r.version || NONE, (r) => age(r.version)],
   ["for", true, (r) => duration(r.for_s), (r) => r.for_s],
   ["generating", true, (r) => integer(r.generating), (r) => r.generating],
   ["rewarding", true, (r) => integer(r.rewarding), (r) => r.rewarding],
@@ -27,14 +27,23 @@ export class Fleet {
     this.sorted = 0;
     this.descending = false;
     this.filter = "";
+    this.records = [];
     this.heads = COLUMNS.map(([heading, isNumber], at) => el("th", { scope: "col", class: isNumber ? "number" : null }, el("button", { type: "button", click: () => this.sort(at) }, heading)));
     this.body = el("tbody");
+    this.heads[0].setAttribute("aria-sort", "ascending");
     const table = el("table", { class: "fleet" }, el("caption", { class: "unseen" }, "Replicas"), el("thead", {}, el("tr", {}, ...this.heads)), this.body);
     this.summary = el("p", { class: "plain" }, "No replica has joined yet.");
     this.box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of replicas" }, table);
     by("fleet").append(this.summary, this.box);
     const filter = el("input", { type: "search", id: "fleet-filter", placeholder: "name, state or version", input: () => this.narrow(filter.value) });
     by("fleet-tools").append(el("label", { for: "fleet-filter", class: "unseen" }, "Show replicas with"), filter);
+  }
+
+  /** The controller that comes next may have other replicas. */
+  clear() {
+    this.rows = [];
+    this.records = [];
+    this.body.replaceChildren();
   }
 
   update(changed) {
@@ -99,13 +108,21 @@ export class Fleet {
   /** Rows in the order that is wanted; nothing is touched that is in place. */
   arrange() {
     const by = COLUMNS[this.sorted][3], sign = this.descending ? -1 : 1;
-    const order = (this.records ?? []).slice(0, this.rows.length).toSorted((a, b) => sign * (by(a) - by(b)) || a.place - b.place);
+    const order = this.records.slice(0, this.rows.length).toSorted((a, b) => sign * (by(a) - by(b)) || a.place - b.place);
     order.forEach((r, place) => {
       const { node } = this.rows[r.lane];
       node.hidden = !`${r.name} ${r.state} ${r.version}`.toLowerCase().includes(this.filter);
       if (this.body.children[place] !== node) this.body.insertBefore(node, this.body.children[place] ?? null);
     });
   }
+}
+
+const BRANCHES_MAX = 1e4;
+
+/** What versions are sorted by: step, then branch; none comes first. */
+function age(version) {
+  const [, step, branch] = /^v(\d+)(?:\.b(\d+))?$/.exec(version) ?? [null, -1, 0];
+  return Number(step) * BRANCHES_MAX + Number(branch ?? 0);
 }
 
 function record(lane, place, lanes, fleet, now) {

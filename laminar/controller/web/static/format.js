@@ -1,4 +1,4 @@
-// Numbers and times for people.
+// Numbers, times and text for people.
 
 const integers = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -56,4 +56,10 @@ export function clock(at) {
 export const bytes = (value) => (known(value) ? `${short(value)}B` : NONE);
 
 /** 1 group, 2 groups. */
-export const plural = (num, noun) => `${integer(num)} ${noun}${num === 1 ? "" : "s"}`;
+export const plural = (num, one, many = `${one}s`) => `${integer(num)} ${num === 1 ? one : many}`;
+
+// What would not be seen, or would turn the order of what follows: control characters but line feed and tab, marks of direction.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;
+
+/** Text as it is, with what one could not see named. */
+export const visible = (text) => text.replace(UNSEEN, (each) => `‹U+${each.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);

@@ -3,7 +3,6 @@
 import { by, el, say } from "./dom.js";
 import { integer, percent } from "./format.js";
 
-const AGE_EDGES_S = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]; // as in sections.py
 const STALENESSES = [
   ["s_gen", "while generated", "s_gen: trainer steps made between a trajectory's first and last token"],
   ["residence", "in the buffer", "residence: trainer steps made between its last token and its sampling"],
@@ -33,18 +32,18 @@ export class Histograms {
   buffer(buffer) {
     const ready = buffer.max_ready_groups ? `, at most ${integer(buffer.max_ready_groups)} ready` : "";
     say(this.limits, `${integer(buffer.groups)} groups are complete, a batch takes ${integer(buffer.batch_groups)}. ${integer(buffer.outstanding)} of at most ${integer(buffer.max_groups)} are in flight or buffered${ready}; ${integer(buffer.queued_groups)} have queued siblings.`);
-    this.ages.show(ages(buffer.ages_s));
+    this.ages.show(ages(buffer.ages_s, this.model.sections.age_edges_s));
     this.behind.show(bounded(buffer.ages_steps));
   }
 }
 
 /** From the first to the last bin that has something. */
-function ages(counts) {
+function ages(counts, edges_s) {
   const used = counts.map((num, at) => (num ? at : -1)).filter((at) => at >= 0);
   if (!used.length) return [];
   const rows = [];
   for (let at = used[0]; at <= used.at(-1); at += 1) {
-    const from = at === 0 ? null : AGE_EDGES_S[at - 1], to = AGE_EDGES_S[at];
+    const from = at === 0 ? null : edges_s[at - 1], to = edges_s[at];
     rows.push([from === null ? `< ${to} s` : to === undefined ? `≥ ${from} s` : `${from}–${to} s`, counts[at]]);
   }
   return rows;

@@ -1,7 +1,7 @@
 // Version lanes: a row for each replica, time from left to right, moves as arcs. Drawn by lanes_canvas.js.
 
 import { by, choice, el, say } from "./dom.js";
-import { clock, duration, integer, percent } from "./format.js";
+import { clock, duration, integer, percent, plural } from "./format.js";
 import { ACTIVITIES, GONE } from "./model.js";
 import { LanesCanvas } from "./lanes_canvas.js";
 import * as theme from "./theme.js";
@@ -29,14 +29,19 @@ export class Lanes {
     this.empty = el("p", { class: "empty" }, "No replica has joined yet.");
     const plot = this.canvas.plot;
     plot.setAttribute("tabindex", "0");
-    plot.setAttribute("role", "img");
+    plot.setAttribute("role", "application"); // so that arrow keys reach it, whatever reads the screen
+    plot.setAttribute("aria-roledescription", "lanes");
     plot.addEventListener("pointermove", (event) => this.point(event));
     plot.addEventListener("pointerleave", () => this.choose(null));
-    plot.addEventListener("click", () => this.open());
+    plot.addEventListener("click", (event) => {
+      this.point(event); // a finger does not move before
+      this.open();
+    });
     plot.addEventListener("keydown", (event) => this.key(event));
     plot.addEventListener("blur", () => this.choose(null));
     this.box = el("div", { class: "lanes-box" }, plot);
-    by("lanes").append(this.empty, this.canvas.axis, this.box, this.tip, this.told, legend());
+    this.moved = el("p", { class: "aside" });
+    by("lanes").append(this.empty, this.canvas.axis, this.box, this.tip, this.told, legend(), this.moved);
     this.past = null; // what is shown of earlier times: { until, segments, moves }
     this.when = el("span", { class: "aside", role: "status" });
     const earlier = el("button", { type: "button", click: () => this.go(-1) }, "earlier");
@@ -46,6 +51,13 @@ export class Lanes {
     this.show(this.window_s);
     new ResizeObserver(() => this.draw()).observe(by("lanes"));
     theme.onChange(() => this.draw());
+  }
+
+  /** The controller that comes next may have other replicas. */
+  clear() {
+    this.chosen = null;
+    this.tip.hidden = true;
+    this.show(this.window_s);
   }
 
   /** So many seconds up to now. */
@@ -61,11 +73,14 @@ export class Lanes {
   async go(direction) {
     const until = (this.past?.until ?? this.model.now()) + direction * this.window_s;
     if (until >= this.model.now()) return this.show(this.window_s);
-    const window_s = this.window_s;
+    const { began } = this.model.sections;
+    if (until <= began) return say(this.when, `the run began at ${clock(began)}`);
+    const { window_s, past: before } = this;
     say(this.when, "looking it up");
     const past = await look(until - window_s, until);
+    if (before !== this.past || window_s !== this.window_s) return; // somebody has gone elsewhere meanwhile
     say(this.when, past.error ?? `${clock(until - window_s)} to ${clock(until)}, as decoded`);
-    if (past.error || window_s !== this.window_s) return;
+    if (past.error) return;
     const lanes = this.model.sections.lanes.map(([name]) => name);
     this.past = {
       until,
@@ -79,6 +94,7 @@ export class Lanes {
   update(changed) {
     this.draw();
     if (changed.has("lanes")) this.describe();
+    if (changed.has("repack")) say(this.moved, repacked(this.model.sections.repack));
   }
 
   draw() {
@@ -146,9 +162,16 @@ export class Lanes {
       event.preventDefault();
       const place = this.chosen === null ? (step > 0 ? -1 : num) : this.model.place[this.chosen];
       this.choose(this.model.order[Math.max(0, Math.min(num - 1, place + step))]);
-      this.box.scrollTop = Math.min(this.box.scrollTop, this.canvas.topOf(this.chosen));
+      this.reveal();
       say(this.told, `${this.model.sections.lanes[this.chosen][0]}: ${this.words(this.chosen, null)}`);
     }
+  }
+
+  /** Scroll so that the chosen lane is seen. */
+  reveal() {
+    const top = this.canvas.topOf(this.chosen), bottom = top + this.canvas.height;
+    this.box.scrollTop = Math.max(bottom - this.box.clientHeight, Math.min(this.box.scrollTop, top));
+    this.choose(this.chosen);
   }
 
   open() {
@@ -163,6 +186,11 @@ async function look(from, to) {
   } catch {
     return { error: "the controller does not answer" };
   }
+}
+
+function repacked({ checks, moves, emptied, moved_tokens }) {
+  if (!checks) return "";
+  return `Repack so far: ${plural(checks, "check")} moved ${plural(moves, "trajectory", "trajectories")} and emptied ${plural(emptied, "replica")}; ${plural(moved_tokens, "token")} prefilled again.`;
 }
 
 function legend() {

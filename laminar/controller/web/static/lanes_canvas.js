@@ -52,7 +52,7 @@ export class LanesCanvas {
     this.drawSegments(context);
     this.drawMoves(context);
     this.drawNames(context, lanes);
-    this.drawLoad(context, lanes);
+    if (!past) this.drawLoad(context, lanes);
   }
 
   nameWidth(lanes) {
@@ -72,7 +72,7 @@ export class LanesCanvas {
       fill(context, colour("line"), [[Math.round(this.x(at)), AXIS_HEIGHT - 4, 1, 4]]);
     }
     context.textAlign = "left";
-    text(context, "generating, KV", right + 12, 12, colour("muted"));
+    if (!this.past) text(context, "generating, KV", right + 12, 12, colour("muted"));
     this.drawMarks(context);
   }
 
@@ -132,8 +132,8 @@ export class LanesCanvas {
     if (!rectangles) boxes.set(key, (rectangles = []));
     rectangles.push([x, y, wide, high]);
     const labelled = activity === GENERATING || activity === DRAINING;
-    if (labelled && this.height >= 20 && wide > 10 + 6.5 * version.length) {
-      labels.push([version, x + 5, y + whole / 2 + 0.5, colour("on-version")]);
+    if (labelled && high >= 12 && wide > 10 + 6.5 * version.length) {
+      labels.push([version, x + 5, y + high / 2 + 0.5, colour("on-version")]);
     }
   }
 

@@ -15,6 +15,7 @@ import { Samples } from "./samples.js";
 import { Relays } from "./relays.js";
 import { Ledger } from "./ledger.js";
 import { Journal } from "./journal.js";
+import { Settings } from "./settings.js";
 import { Detail } from "./detail.js";
 
 const model = new Model();
@@ -30,24 +31,26 @@ const stream = new Stream({
     due = new Map();
     isOpen = true;
     show("page");
-    if (!views.length) views = [Masthead, Figures, Lanes, Curves, Histograms, Fleet, Samples, Relays, Ledger, Journal, Detail].map((view) => new view(model));
+    if (!views.length) views = [Masthead, Figures, Lanes, Curves, Histograms, Fleet, Samples, Relays, Ledger, Journal, Settings, Detail].map((view) => new view(model));
     for (const view of views) view.clear?.();
-    document.body.classList.remove("lost");
+    document.body.classList.remove("lost", "over");
   },
   heard(frame) {
     const changed = model.apply(frame);
     for (const view of views) due.set(view, new Set([...(due.get(view) ?? []), ...changed]));
     request();
   },
-  lost(pause) {
+  lost(pause, why) {
     isOpen = false;
-    document.body.classList.add("lost");
-    const since = model.at ? `, last heard ${format.clock(model.at)}` : "";
-    const over = model.sections.progress?.finished;
-    say(by("connection"), over ? `the controller has ended${since}` : `connection lost${since}; trying again in ${format.duration(pause / 1000)}`);
+    const over = model.sections.progress?.finished, heard = model.at ? format.clock(model.at) : "";
+    document.body.classList.add(over ? "over" : "lost");
+    const lost = `${why || "connection lost"}${heard && `, last heard ${heard}`}; trying again in ${format.duration(pause / 1000)}`;
+    say(by("connection"), over ? `the controller has ended; this is how it was at ${heard}` : lost);
     if (!model.at) show("page");
   },
   refused() {
+    isOpen = false;
+    stream.disconnect();
     show("login");
     by("token").focus();
   },
@@ -98,9 +101,15 @@ by("login-form").addEventListener("submit", async (event) => {
 });
 
 by("logout").addEventListener("click", async () => {
-  await fetch("/logout", { method: "POST" });
+  try {
+    await fetch("/logout", { method: "POST" });
+  } catch {
+    return; // nobody is there who could take the cookie back
+  }
   location.assign("/");
 });
+
+addEventListener("laminar:refused", () => stream.refused());
 
 theme.start(by("theme"));
 setInterval(() => performance.clearMeasures(), 600000); // they would pile up

@@ -1,6 +1,7 @@
 // What this page knows of the run: the sections and logs of the frames it was sent (laminar/controller/web/board.py).
 
 export const KEPT_S = 900;
+const SILENCE_S = 5;
 const names = new Intl.Collator("en", { numeric: true });
 const JOURNAL_MAX = 1000;
 const STEPS_MAX = 4000;
@@ -24,6 +25,7 @@ export class Model {
     this.moves = []; // [at, source, destination, num] …
     this.marks = []; // [at, kind, text] …
     this.journal = []; // [at, kind, text, subjects, because] …
+    this.routine = []; // the same of what every step brings
     this.steps = []; // [step, values] …
   }
 
@@ -45,9 +47,9 @@ export class Model {
     this.order.forEach((lane, place) => (this.place[lane] = place));
   }
 
-  /** Run time now, s. */
+  /** Run time now, s; it stands still when nothing is heard any more. */
   now() {
-    return this.at + (performance.now() - this.heard) / 1000;
+    return this.at + Math.min(SILENCE_S, (performance.now() - this.heard) / 1000);
   }
 
   add_segments(rows) {
@@ -66,16 +68,24 @@ export class Model {
   }
 
   add_journal(rows) {
-    this.journal.push(...rows);
-    if (this.journal.length > JOURNAL_MAX) this.journal.splice(0, this.journal.length - JOURNAL_MAX);
+    keep(this.journal, rows, JOURNAL_MAX);
+  }
+
+  add_routine(rows) {
+    keep(this.routine, rows, JOURNAL_MAX);
   }
 
   add_steps(rows) {
     const redone = rows.length ? this.steps.findIndex((step) => step[0] >= rows[0][0]) : -1;
     if (redone >= 0) this.steps.length = redone; // after a restore of the trainer
-    this.steps.push(...rows);
-    if (this.steps.length > STEPS_MAX) this.steps.splice(0, this.steps.length - STEPS_MAX);
+    keep(this.steps, rows, STEPS_MAX);
   }
+}
+
+/** Add rows, and drop the oldest if there are too many. */
+function keep(known, rows, most) {
+  known.push(...rows);
+  if (known.length > most) known.splice(0, known.length - most);
 }
 
 /** Drop from the front what is old, once it is worth the trouble. */

@@ -1,9 +1,7 @@
 // The text of a trajectory, each token shaded by how likely the policy held it to be.
 
 import { el } from "./dom.js";
-import { fixed, integer } from "./format.js";
-
-const PAGE = 2048; // as the controller gives them
+import { fixed, integer, known, visible } from "./format.js";
 
 // Probability from which on a token has this class; below the last: p5.
 const CLASSES = [[0.9, "p0"], [0.5, "p1"], [0.2, "p2"], [0.05, "p3"], [0.01, "p4"]];
@@ -11,8 +9,9 @@ const KEY = [["p0", "≥ 90 %"], ["p1", "≥ 50 %"], ["p2", "≥ 20 %"], ["p3", 
 
 /** Nodes for a trajectory as `/v1/dashboard/trajectory` tells it; `show(first)` brings other tokens of it. */
 export function text(t, show) {
-  const prompt = t.prompt_text ? [el("h3", {}, "Prompt"), el("pre", { class: "text" }, t.prompt_text)] : [];
-  if (!t.tokens) return [...prompt, el("h3", {}, "Response"), el("p", { class: "empty" }, t.why_no_tokens)];
+  const cut = t.prompt_left_out ? el("p", { class: "aside" }, `its first ${integer(t.prompt_left_out)} tokens are left out`) : null;
+  const prompt = t.prompt_text ? [el("h3", {}, "Prompt"), cut, el("pre", { class: "text" }, visible(t.prompt_text))] : [];
+  if (!t.tokens) return [...prompt, el("h3", {}, "Response"), el("p", { class: "empty" }, t.why_no_tokens)].filter(Boolean);
   return [
     ...prompt,
     el("h3", {}, "Response"),
@@ -27,20 +26,23 @@ export function text(t, show) {
 function pages(t, show) {
   const end = t.first + t.tokens.length;
   if (end >= t.num_tokens && t.first === 0) return null;
+  const last = Math.floor(Math.max(0, t.num_tokens - 1) / t.most) * t.most;
   const turn = (words, first, can) => el("button", { type: "button", disabled: !can, click: () => show(first) }, words);
   return el(
     "p",
-    { class: "aside" },
-    turn("earlier", Math.max(0, t.first - PAGE), t.first > 0),
-    ` tokens ${integer(t.first)} to ${integer(end)} of ${integer(t.num_tokens)} `,
-    turn("later", t.first + PAGE, end < t.num_tokens),
+    { class: "aside pages" },
+    turn("first", 0, t.first > 0),
+    turn("earlier", Math.max(0, t.first - t.most), t.first > 0),
+    el("span", {}, t.tokens.length ? `tokens ${integer(t.first + 1)} to ${integer(end)} of ${integer(t.num_tokens)}` : `it has ${integer(t.num_tokens)} tokens`),
+    turn("later", t.first + t.most, end < t.num_tokens),
+    turn("last", last, end < t.num_tokens),
   );
 }
 
 function token([id, piece, logprob, source], at) {
   const environment = source !== 0;
-  const likely = Math.exp(logprob);
-  const shade = environment ? "environment" : (CLASSES.find(([from]) => likely >= from)?.[1] ?? "p5");
-  const words = environment ? `token ${at}, id ${id}, not the model's` : `token ${at}, id ${id}, log-prob ${fixed(logprob, 3)}, ${(100 * likely).toPrecision(3)} %`;
-  return el("span", { class: shade, title: words }, piece.replaceAll("\n", "↵\n"));
+  const likely = known(logprob) ? Math.exp(logprob) : null;
+  const shade = environment || likely === null ? "environment" : (CLASSES.find(([from]) => likely >= from)?.[1] ?? "p5");
+  const told = likely === null ? "log-prob not known" : `log-prob ${fixed(logprob, 3)}, ${(100 * likely).toPrecision(3)} %`;
+  return el("span", { class: shade, title: `token ${at + 1}, id ${id}, ${environment ? "not the model's" : told}` }, visible(piece).replaceAll("\n", "↵\n"));
 }

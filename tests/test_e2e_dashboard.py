@@ -44,20 +44,24 @@ SHOWN = """JSON.stringify({
   totals: [...document.querySelectorAll('[data-place="total"]')].map((each) => each.innerText),
   committed: [...document.querySelectorAll('[data-place="committed"]')].map((each) => each.firstChild.data),
   replicas: Object.fromEntries([...document.querySelectorAll('.fleet tbody tr')].map(
-    (row) => [row.cells[0].innerText, [row.cells[2].innerText, row.cells[4].innerText]])),
+    ({cells}) => [cells[0].innerText, [cells[1].innerText === "pulls weights" ? "" : cells[2].innerText, cells[4].innerText]])),
 })"""
 
 
 def said(status: dict[str, Any]) -> dict[str, Any]:
     """The same of `/v1/status`."""
-    replicas = sorted(status["replicas"].items())  # whoever joined first
+
+    def replica(told: dict[str, Any]) -> list[str]:
+        version = "" if told["state"] == "syncing" else told["version"] or "–"  # the page has what it pulls
+        return [version, f"{told['generating']:,}"]
+
     accounts = [status["ledger"][name] for name in ("trajectories", "tokens")]
     return {
         "step": f"step {status['step']:,}",
         "buffer": f"{status['buffer_groups']:,}",
         "totals": [f"{account['total']:,}" for account in accounts],
         "committed": [f"{account['committed']:,}" for account in accounts],
-        "replicas": {n: [r["version"] or "–", f"{r['generating']:,}"] for n, r in replicas},
+        "replicas": {name: replica(told) for name, told in sorted(status["replicas"].items())},
     }
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from laminar.core import actions, events
+from laminar.core.decisions import TakeBatch
 from laminar.core.engine import Core
 from laminar.core.sampling import BufferView
 from laminar.ids import GroupId
@@ -192,3 +193,18 @@ async def test_a_run_whose_core_raised_is_looked_at_up_to_there(
     found = shadowed(tmp_path, "fifo")
     assert len(found.choices) == world.core.settings.steps
     assert found.notes == ["boot 1: its core raised at the last event, as it does now"]
+
+
+async def test_a_batch_that_an_operator_edited_counts_if_it_was_taken(tmp_path: Path) -> None:
+    world = RecordedWorld(tmp_path, settings(), 1)
+    world.start("r0")
+    world.send(events.HoldChanged(pass_name="sample", held=True))
+    world.complete_all("r0")
+    (held,) = world.core.state.held.values()
+    void = TakeBatch(step=1, groups=[GroupId(99)])
+    world.send(events.DecisionResolved(decision=held.id, verdict="apply", replacement=void))
+    (held,) = world.core.state.held.values()
+    world.send(events.DecisionResolved(decision=held.id, verdict="apply"))
+    await world.close()
+    (choice,) = shadowed(tmp_path, "fifo").choices
+    assert choice.real == choice.shadow == world.core.state.steps[1].groups

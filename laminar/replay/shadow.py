@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from laminar import samplers
 from laminar.core import bounds, choice
-from laminar.core.actions import AskSampler
+from laminar.core.actions import AnyAction, AskSampler
 from laminar.core.amend import FIFO
 from laminar.core.decisions import AnyDecision, TakeBatch
+from laminar.core.records import State
 from laminar.core.sampling import BufferView, GroupView, problem
 from laminar.core.turn import Turn
 from laminar.errors import LaminarError
@@ -99,9 +100,17 @@ def shadow(recording: Recording, lives: list[Life], reference: str) -> Shadowing
             continue
         playback.core.witness = witness.look
         for step in playback.steps():
-            witness.note(action for action in step.actions if isinstance(action, AskSampler))
+            witness.note(step.actions, playback.core.state)
         notes += [f"{life.name}: {text}" for text in playback.not_replayed()]
     return witness.result(reference, notes)
+
+
+class _Batch(NamedTuple):
+    """One that was about to be taken."""
+
+    choice: Choice
+    real: list[GroupView]
+    shadow: list[GroupView]
 
 
 class _Witness:
@@ -111,28 +120,34 @@ class _Witness:
         self._sampler = sampler
         self._asked: AskSampler | None = None
         """The last question to the run's own custom sampler."""
-        self._choices: list[Choice] = []
-        self._real: list[GroupView] = []
-        self._shadow: list[GroupView] = []
+        self._seen: list[_Batch] = []
+        """During the present event."""
+        self._taken: list[_Batch] = []
 
-    def note(self, questions: Iterable[AskSampler]) -> None:
-        """What the run's own sampler was asked."""
-        for question in questions:
-            self._asked = question
+    def note(self, actions: list[AnyAction], state: State) -> None:
+        """After an event: which batches were taken (one that an operator had edited may have been void), and what the run's own
+        sampler was asked."""
+        for batch in self._seen:
+            step = state.steps.get(batch.choice.step)
+            if step is not None and step.groups == batch.choice.real:
+                self._taken.append(batch)
+        self._seen.clear()
+        for action in actions:
+            if isinstance(action, AskSampler):
+                self._asked = action
 
     def look(self, turn: Turn, decision: AnyDecision) -> None:
-        """Of the decisions, those that take a batch."""
+        """Of the decisions, those that would take a batch."""
         if not isinstance(decision, TakeBatch):
             return
         now, num_groups = choice.view(turn), len(decision.groups)
         view = self._view(turn, now)
         chosen, error = self._choose(turn, view, num_groups)
         known = {group.id: group for group in (*now.groups, *view.groups)}
-        self._choices.append(
-            Choice(turn.state.boot, turn.cause, decision.step, len(view.groups), decision.groups, chosen, error)
-        )
-        self._real += [known[group] for group in decision.groups if group in known]
-        self._shadow += [known[group] for group in chosen]
+        place = turn.state.boot, turn.cause, decision.step
+        found = Choice(*place, len(view.groups), decision.groups, chosen, error)
+        real = [known[group] for group in decision.groups if group in known]
+        self._seen.append(_Batch(found, real, [known[group] for group in chosen]))
 
     def _view(self, turn: Turn, now: BufferView) -> BufferView:
         """What the run's own sampler saw, if it has one; else the buffer as the batch is taken from it."""
@@ -144,19 +159,19 @@ class _Witness:
     def _choose(self, turn: Turn, view: BufferView, num_groups: int) -> tuple[list[GroupId], str]:
         if self._sampler is None:
             return bounds.oldest_first(turn)[:num_groups], ""
-        question = AskSampler(cause=turn.cause, request=len(self._choices), num_groups=num_groups, view=view, state=b"")
+        question = AskSampler(cause=turn.cause, request=len(self._taken), num_groups=num_groups, view=view, state=b"")
         answer = self._sampler.ask(question)
         fault = answer.error or problem(answer.groups, {group.id: None for group in view.groups}, num_groups)
         return ([], fault) if fault else (answer.groups, "")
 
     def result(self, reference: str, notes: list[str]) -> Shadowing:
         """Of all batches."""
-        choices = self._choices
+        choices = [batch.choice for batch in self._taken]
         return Shadowing(
             sampler=reference,
             choices=choices,
-            real=_statistics(self._real),
-            shadow=_statistics(self._shadow),
+            real=_statistics([group for batch in self._taken for group in batch.real]),
+            shadow=_statistics([group for batch in self._taken for group in batch.shadow]),
             agreement=_mean(choice.agreement for choice in choices),
             num_same=sum(choice.real == choice.shadow for choice in choices),
             num_waits=sum(not choice.shadow and not choice.error for choice in choices),

@@ -5,6 +5,7 @@ Invariants:
 * `Run` is a context: at its end everything that carries the mark is killed. `leftovers` says what a run left behind: living
   processes, and directories in shared memory, which carry the run's name.
 * Every wait is bounded and ends early when the controller does.
+* At its end a run is replayed: what its controllers decided is what the code decides now (`python -m laminar.replay --verify`).
 """
 
 import http.client
@@ -27,12 +28,17 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from laminar.replay.recording import Recording
+from laminar.replay.show import told
+from laminar.replay.verify import verify
+
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart"
 SHM = Path("/dev/shm")
 MARK = "LAMINAR_E2E"
 START_S = 90.0  # imports of torch and transformers in all workers on a busy machine
 END_S = 150.0  # of a run of some dozen short steps, its start included; below the time limits of the tests themselves
+VERIFIED_EVENTS_MAX = 100_000  # of a life: a minute at most; runs of tests have some thousand
 LOOK_S = 0.02  # conditions outside this process (a process ended, a file appeared) are looked at this often
 
 SMALL = (
@@ -89,6 +95,8 @@ class Run:
         """What the controller printed so far, stderr included."""
         self.mark = {MARK: uuid.uuid4().hex}
         """Environment of everything that belongs to the run."""
+        self.replays = True
+        """Its log can be read at its end: no test has damaged it."""
         self._changed = threading.Condition()
         self._ended = False
         environment = {**os.environ, **self.mark, "PYTHONPATH": ":".join([*python_path, str(ROOT)])}
@@ -243,6 +251,8 @@ class Run:
         assert self.process.stdout is not None
         self.process.stdout.close()
         assert not left, f"left behind: {left}\n{self.output}"
+        if kind is None and self.replays and (self.path / "run.db").exists():
+            check_replay(self.path)
 
     # ---- what the run recorded -----------------------------------------------------------------------------
 
@@ -277,6 +287,14 @@ def _gone_is_fine() -> Iterator[None]:
         yield
     except psutil.NoSuchProcess:
         return
+
+
+def check_replay(run: Path) -> None:
+    """The present code decides as the run did, in all its lives, to their last events. AssertionError with what differs first."""
+    with Recording(run) as recording:
+        verdicts = verify(recording, recording.lives, VERIFIED_EVENTS_MAX)
+    wrong = [told(verdict, run) for verdict in verdicts if verdict.divergence or verdict.unusable or verdict.cut]
+    assert not wrong, "\n".join(wrong)
 
 
 def ledger_is_closed(output: str) -> bool:

@@ -1,6 +1,6 @@
 """What a run did, read from what it left: its event log through the core again, and its token segments.
 
-The core is deterministic, so the events give the actions that the run took, each with its cause. Tokens are unlinked once they
+The events give the actions that the run took, each with its cause (`laminar.replay`). Tokens are unlinked once they
 are committed; `keep_tokens` holds on to their file by a second link, taken while the run has just begun.
 """
 
@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from e2e import Run
 
-from laminar import configfile
-from laminar.controller.coresettings import settings_of
 from laminar.controller.segments import read_segment
 from laminar.core import actions, events, versions
-from laminar.core.engine import Core
 from laminar.core.records import State
 from laminar.ids import TrajectoryId, Version, WorkerId
-from laminar.tasks import datasets
+from laminar.replay.playback import Playback
+from laminar.replay.recording import Recording
 
 
 class Move(NamedTuple):
@@ -53,11 +50,9 @@ class Freed(NamedTuple):
 
 
 class Replay:
-    """A finished run's events through a new core."""
+    """A finished run's events through a new core: of its last life."""
 
     def __init__(self, run: Run) -> None:
-        config = configfile.load(run.path / "config.toml", [])
-        self.core = Core(settings_of(config, datasets.load(config.task)))
         self.moves: list[Move] = []
         self.freed: list[Freed] = []
         self.num_split_fleet = 0
@@ -66,21 +61,27 @@ class Replay:
         """Sources whose trajectories were sent to several destinations by one decision."""
         self._flushed: dict[tuple[int, int], int] = {}
         self._workers: dict[TrajectoryId, WorkerId] = {}
-        for event in events_of(run):
-            self._take(event)
+        with Recording(run.path) as recording:
+            playback = Playback(recording)
+            self.core = playback.core
+            while (event := playback.next_event) is not None:
+                self._take(event, playback)
 
-    def _take(self, event: events.AnyEvent) -> None:
+    def _take(self, event: events.AnyEvent, playback: Playback) -> None:
         if isinstance(event, events.ReplicaReported):
             self._take_lengths(event)
         elif isinstance(event, events.ReplicaRefreshed | events.ReplicaRefreshFailed):
             self._note_refresh(event)
         leaving = {r.id: r.version for r in self.core.state.replicas.values() if r.leaving}
-        taken = self.core.handle(event)
-        self.num_divided += num_divided(self.core.state, taken)
-        for action in taken:
+        step = playback.step()
+        assert step is not None
+        self.num_divided += num_divided(self.core.state, step.actions)
+        for action in step.actions:
             if isinstance(action, actions.StartGroup):
                 self._take_starts(action)
-        self.freed += [_freed(self.core.state, r, leaving[r], taken) for r in leaving if _is_free(self.core.state, r)]
+        self.freed += [
+            _freed(self.core.state, r, leaving[r], step.actions) for r in leaving if _is_free(self.core.state, r)
+        ]
         generating = {r.version for r in self.core.state.replicas.values() if r.num_generating}
         self.num_split_fleet += len(generating) > 1
 
@@ -119,9 +120,10 @@ class Replay:
 
 
 def events_of(run: Run) -> Iterator[events.AnyEvent]:
-    """The log, in order."""
-    for (body,) in run.query("SELECT body FROM events ORDER BY boot, seq"):
-        yield msgspec.msgpack.decode(body, type=events.AnyEvent)
+    """All lives' logs, in order."""
+    with Recording(run.path) as recording:
+        for life in recording.lives:
+            yield from recording.events_of(life)
 
 
 def num_divided(state: State, taken: list[actions.AnyAction]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from e2e import SMALL
+from e2e import SMALL, check_replay
 from soak import shortcomings, soak
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,3 +20,4 @@ def test_a_run_under_random_faults_loses_nothing_that_it_may_not(tmp_path: Path)
     report = soak(MINUTES, SEED, [], overrides, gap="1s")
     assert report["clean"], {name: findings for name, findings in report["checks"].items() if findings}
     assert shortcomings(report, MINUTES) == []
+    check_replay(Path(report["run"]))

@@ -18,8 +18,9 @@ from laminar.controller.channels import Kept
 from laminar.controller.eventlog import EventLog
 from laminar.controller.recovery import Snapshot
 from laminar.controller.schema import checksum
-from laminar.core import dispatch, engine, fleet, passes, snapshot
+from laminar.core import dispatch, engine, fleet, passes, snapshot, training
 from laminar.core.decisions import DispatchNew
+from laminar.core.events import HoldChanged
 from laminar.core.turn import Turn
 from laminar.replay.__main__ import main
 from laminar.replay.recording import Recording
@@ -119,6 +120,27 @@ async def test_an_answer_of_the_same_kinds_that_says_something_else_is_shown(
     assert divergence is not None
     assert divergence.what[2] == "the same kinds; StartGroup says something else"
     assert divergence.what[3].startswith('  now: {"type":"StartGroup"')
+
+
+async def test_a_decision_that_was_held_and_says_something_else_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = RecordedWorld(tmp_path, settings(), 1)
+    world.start("r0")
+    world.send(HoldChanged(pass_name="sample", held=True))
+    world.complete_all("r0")
+    assert world.core.state.held
+    await world.close()
+
+    def turned(turn: Turn) -> Any:
+        batch = training.propose_batch(turn)
+        return batch and msgspec.structs.replace(batch, groups=batch.groups[::-1])
+
+    monkeypatch.setitem(passes.PASSES, "sample", (turned, training.apply_batch))
+    divergence = verified(tmp_path).divergence
+    assert divergence is not None
+    assert divergence.what[2] == "the same kinds; held.TakeBatch says something else"
+    assert divergence.what[3].startswith('  now: {"type":"TakeBatch","step":1,"groups":[')
 
 
 async def test_a_state_that_differs_while_the_answers_do_not_is_found_where_one_was_kept(

@@ -14,6 +14,7 @@ import laminar.core
 import laminar.ids
 from laminar.controller.schema import Statement
 from laminar.core.actions import AnyAction
+from laminar.core.decisions import AnyDecision
 from laminar.core.records import State
 from laminar.core.settings import Settings
 
@@ -24,9 +25,14 @@ def answer(state: State, new: list[AnyAction], num_decisions: int) -> str:
     """To the event that was just handled. `num_decisions`: of the state before it."""
     words = [f"{type(action).__name__}:{zlib.crc32(_encode(action)):08x}" for action in new]
     if state.num_decisions > num_decisions:
-        held = [held.decision for number, held in state.held.items() if number > num_decisions]
+        held = held_since(state, num_decisions)
         words += [f"held.{type(decision).__name__}:{zlib.crc32(_encode(decision)):08x}" for decision in held]
     return " ".join(words)
+
+
+def held_since(state: State, num_decisions: int) -> list[AnyDecision]:
+    """Decisions that are held, of those after the first `num_decisions`."""
+    return [held.decision for number, held in state.held.items() if number > num_decisions]
 
 
 def beginning(boot: int, settings: Settings, data_state: bytes) -> Statement:

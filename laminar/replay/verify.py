@@ -16,12 +16,13 @@ from laminar.controller.recovery import Snapshot
 from laminar.controller.schema import checksum
 from laminar.core import snapshot
 from laminar.core.actions import AnyAction
+from laminar.core.decisions import AnyDecision
 from laminar.core.story import name_of
 from laminar.errors import LaminarError
 from laminar.replay.playback import Playback, ReplayError, Step
 from laminar.replay.recording import Boot, Life, Recording
 
-SHOWN_CHARACTERS_MAX = 400  # of one action; its kind and subject come first
+SHOWN_CHARACTERS_MAX = 400  # of one action or decision; its kind and subject come first
 
 
 class Divergence(NamedTuple):
@@ -124,7 +125,8 @@ class _Comparison:
             self.knows_answers = True
             now = answers.answer(core.state, step.actions, step.num_decisions)
             if now != step.answer:
-                return _between(step.answer.split(), now.split(), step.actions)
+                said = [*step.actions, *answers.held_since(core.state, step.num_decisions)]
+                return _between(step.answer.split(), now.split(), said)
             self.num_answers += bool(now)
         if (step.boot, step.event.seq) in self._states:
             return self._state_difference(step.boot, step.event.seq)
@@ -174,8 +176,8 @@ def _code_of(boot: Boot) -> str:
     return f"recorded by this very code (core {present}): a core that decides in two ways is a bug of Laminar; please report it"
 
 
-def _between(then: list[str], now: list[str], actions: list[AnyAction]) -> list[str]:
-    """What two answers differ in: kinds and numbers of then, whole actions of now."""
+def _between(then: list[str], now: list[str], said: list[AnyAction | AnyDecision]) -> list[str]:
+    """What two answers differ in: kinds and numbers of then; of now, what the words stand for, whole."""
     lines = [f"answered then: {_kinds(then)}", f"answered now:  {_kinds(now)}"]
     kinds_then, kinds_now = _counts(then), _counts(now)
     if kinds_then == kinds_now:
@@ -184,9 +186,9 @@ def _between(then: list[str], now: list[str], actions: list[AnyAction]) -> list[
         kinds = ", ".join(dict.fromkeys(map(_kind, changed)))
         lines.append(f"the same kinds; {kinds} says something else" if changed else "the same in another order")
     known = set(then)
-    for word, action in zip(now, actions, strict=False):
+    for word, whole in zip(now, said, strict=True):
         if word not in known:
-            lines.append(f"  now: {_shown(action)}")
+            lines.append(f"  now: {_shown(whole)}")
     return lines
 
 
@@ -203,8 +205,8 @@ def _kinds(words: list[str]) -> str:
     return ", ".join(f"{kind} ×{num}" if num > 1 else kind for kind, num in counts.items()) or "nothing"
 
 
-def _shown(action: AnyAction) -> str:
-    text = msgspec.json.encode(_plain(action)).decode(errors="replace")
+def _shown(said: AnyAction | AnyDecision) -> str:
+    text = msgspec.json.encode(_plain(said)).decode(errors="replace")
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]} …"
 
 

@@ -1,11 +1,13 @@
 """The user's own sampler: made from a reference, and asked for a choice. It may raise or return anything; docs/samplers.md.
 
-Invariant: whatever the user's code does, `load` raises nothing but ConfigError, and `GuardedSampler.ask` gives an answer in time.
+Invariants: whatever the user's code does, `load` raises nothing but ConfigError, and `GuardedSampler.ask` gives an answer in time.
+A sampler that is asked no more leaves no thread behind, unless its code never returns.
 """
 
 import queue
 import threading
 import time
+import weakref
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -64,9 +66,19 @@ class Samplers:
             if reference not in self._ready:
                 self.prepare(reference)
         except ConfigError as error:
-            self._asked = f"cannot be loaded: {error}"
+            self._put(f"cannot be loaded: {error}")
             return
-        self._asked = GuardedSampler(self._ready.pop(reference)) if reference != FIFO else "there is none"
+        self._put(GuardedSampler(self._ready.pop(reference)) if reference != FIFO else "there is none")
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        self._put("the run is over")
+
+    def _put(self, asked: "GuardedSampler | str") -> None:
+        """In the place of the one that is asked."""
+        if isinstance(self._asked, GuardedSampler):
+            self._asked.close()
+        self._asked = asked
 
     def ask(self, action: AskSampler) -> SamplerAnswered:
         """Its choice, or what went wrong."""
@@ -79,20 +91,21 @@ class GuardedSampler:
     """A sampler of which any call may fail, or not return: it is asked in a thread of its own, always the same.
 
     Whoever asks waits for `limit_s` at most; a sampler that has not returned by then is left alone, and asked again once it has.
+    The thread ends with `close`, or when nobody can ask any more; if the sampler has not returned by then, as soon as it has.
     """
 
     def __init__(self, sampler: Sampler, limit_s: float = HANG_S) -> None:
-        self._sampler, self._limit_s, self._loaded = sampler, limit_s, False
-        self._method = ""
-        self._questions: queue.SimpleQueue[AskSampler] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[SamplerAnswered] = queue.SimpleQueue()
+        self._answerer, self._limit_s = _Answerer(sampler), limit_s
         self._thread: threading.Thread | None = None
         self._asked_at = 0.0
         self._num_open = 0
         """Questions without an answer: one at most."""
+        self._end = weakref.finalize(self, self._answerer.questions.put, None)
 
     def ask(self, action: AskSampler) -> SamplerAnswered:
         """Its choice, or what went wrong."""
+        if not self._end.alive:
+            return SamplerAnswered(request=action.request, error="is not asked any more")
         self._collect(0.0)
         if not self._num_open:
             self._put(action)
@@ -101,16 +114,21 @@ class GuardedSampler:
                 return answer
         return SamplerAnswered(request=action.request, error=self._hangs())
 
+    def close(self) -> None:
+        """Let its thread end; nothing is waited for."""
+        self._end()
+
     def _put(self, action: AskSampler) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._answer_for_ever, name="sampler", daemon=True)
+            self._thread = threading.Thread(target=self._answerer.run, name="sampler", daemon=True)
             self._thread.start()
         self._num_open, self._asked_at = 1, time.monotonic()
-        self._questions.put(action)
+        self._answerer.questions.put(action)
 
     def _collect(self, wait_s: float) -> SamplerAnswered | None:
+        answers = self._answerer.answers
         try:
-            answer = self._answers.get(timeout=wait_s) if wait_s else self._answers.get_nowait()
+            answer = answers.get(timeout=wait_s) if wait_s else answers.get_nowait()
         except queue.Empty:
             return None
         self._num_open = 0
@@ -122,18 +140,31 @@ class GuardedSampler:
         own = [index for index, line in enumerate(lines) if line.startswith(f"{__file__}:")]
         place = "".join(f" ({line})" for line in lines[own[-1] + 1 if own else 0 :][:1])
         return (
-            f"hangs: {type(self._sampler).__name__}.{self._method}{place} has not returned for {hung_s:.1f} s and is "
+            f"hangs: {self._answerer.call}{place} has not returned for {hung_s:.1f} s and is "
             "not asked before it has; mend it, or resume with buffer.sampler=fifo"
         )
 
-    # ---- in its thread -------------------------------------------------------------------------------------
 
-    def _answer_for_ever(self) -> None:
-        while True:
-            self._answers.put(self._answer(self._questions.get()))
+class _Answerer:
+    """What runs in a sampler's thread. It does not know who asks, so that those can be forgotten while it waits."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.questions: queue.SimpleQueue[AskSampler | None] = queue.SimpleQueue()
+        """None = there will be no other."""
+        self.answers: queue.SimpleQueue[SamplerAnswered] = queue.SimpleQueue()
+        self._sampler, self._method, self._loaded = sampler, "", False
+
+    @property
+    def call(self) -> str:
+        """Class and method of the user's that is called now, or was last."""
+        return f"{type(self._sampler).__name__}.{self._method}"
+
+    def run(self) -> None:
+        """Answer one question after the other."""
+        while (question := self.questions.get()) is not None:
+            self.answers.put(self._answer(question))
 
     def _answer(self, action: AskSampler) -> SamplerAnswered:
-        name = type(self._sampler).__name__
         try:
             self._method = "load_state"
             if not self._loaded and action.state:
@@ -144,12 +175,12 @@ class GuardedSampler:
             elapsed_ms, self._method = 1e3 * (time.perf_counter() - began), "state"
             state = msgspec.msgpack.encode(self._sampler.state())
         except BaseException as error:  # noqa: BLE001 - user code may raise anything; policy decides
-            fault = f"{name}.{self._method} raised {type(error).__name__}: {error}"
+            fault = f"{self.call} raised {type(error).__name__}: {error}"
             return SamplerAnswered(request=action.request, error=fault)
         try:
             groups: Any = msgspec.convert(chosen if isinstance(chosen, list | tuple) else None, list[_Id])
         except msgspec.ValidationError:
-            fault = f"{name}.select returned {_shown(chosen)}, expected a list of group ids"
+            fault = f"{type(self._sampler).__name__}.select returned {_shown(chosen)}, expected a list of group ids"
             return SamplerAnswered(request=action.request, error=fault)
         return SamplerAnswered(request=action.request, groups=groups, elapsed_ms=elapsed_ms, state=state)
 

@@ -15,10 +15,20 @@ TEXT_CHARACTERS_MAX = 64_000  # some hundred stacks; a frame of a channel holds 
 
 
 def of_threads() -> dict[str, list[str]]:
-    """Thread -> its frames, innermost last. The thread that asks is left out."""
+    """Thread -> its frames, innermost last: the main thread, then the others, oldest first; those with the same stack (a pool that
+    waits) as one. The thread that asks is left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
-    return {names.get(ident, f"thread {ident}"): _lines(_outward(frame)) for ident, frame in frames.items()}
+    frames = sys._current_frames()
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for ident in [*(known for known in names if known in frames), *(ident for ident in frames if ident not in names)]:
+        if ident is not None and ident != threading.get_ident():
+            stack = tuple(_lines(_outward(frames[ident])))
+            alike.setdefault(stack, []).append(names.get(ident, f"thread {ident}"))
+    found: dict[str, list[str]] = {}
+    for stack, threads in alike.items():
+        name = threads[0] if len(threads) == 1 else f"{threads[0]} and {len(threads) - 1} more"
+        found[name if name not in found else f"{name} ({len(found)})"] = list(stack)
+    return found
 
 
 def of_thread(ident: int) -> list[str]:
@@ -39,9 +49,10 @@ def of_task(task: "asyncio.Task[Any]") -> list[str]:
 
 
 def of_process(tasks: "Iterable[asyncio.Task[Any]]" = ()) -> str:
-    """Threads, then these tasks, as one text of at most `TEXT_CHARACTERS_MAX`."""
-    stacks = [(f"thread {name}", lines) for name, lines in of_threads().items()]
-    stacks += [(f"task {task.get_name()}", of_task(task)) for task in tasks if not task.done()]
+    """The oldest thread, these tasks, the other threads, as one text of at most `TEXT_CHARACTERS_MAX`."""
+    threads = [(f"thread {name}", lines) for name, lines in of_threads().items()]
+    stacks = [*threads[:1], *((f"task {task.get_name()}", of_task(task)) for task in tasks if not task.done())]
+    stacks += threads[1:]
     text = "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in stacks)
     return text if len(text) <= TEXT_CHARACTERS_MAX else text[:TEXT_CHARACTERS_MAX] + "\n… cut off here"
 

@@ -529,6 +529,48 @@ def test_a_choice_that_does_not_come_is_not_waited_for_and_asked_again_once_it_h
     assert (third.request, third.groups) == (7, [11, 12])
 
 
+def sampler_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "sampler"]
+
+
+def test_a_sampler_that_is_replaced_or_that_nobody_knows_any_more_leaves_no_thread() -> None:
+    before = sampler_threads()
+    samplers, forgotten = Samplers(Fifo()), GuardedSampler(Fifo())
+    assert samplers.ask(ask()).groups == forgotten.ask(ask()).groups == [11, 12]
+    threads = [thread for thread in sampler_threads() if thread not in before]
+    assert len(threads) == 2
+    samplers.use("fifo")
+    del forgotten
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+
+
+def test_a_sampler_that_hangs_does_not_hold_up_the_end_of_a_run_and_its_thread_ends_once_it_returns() -> None:
+    before, released = sampler_threads(), threading.Event()
+    sampler = Fifo()
+    sampler.select = lambda *_: released.wait(60.0)  # type: ignore[method-assign,assignment,return-value]
+    guarded = GuardedSampler(sampler, limit_s=0.1)
+    assert guarded.ask(ask()).error.startswith("hangs")
+    (thread,) = [thread for thread in sampler_threads() if thread not in before]
+    guarded.close()
+    assert guarded.ask(ask()).error == "is not asked any more"
+    released.set()
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+async def test_no_sampler_is_asked_once_the_effects_are_closed(world: World) -> None:
+    before = sampler_threads()
+    world.effects.samplers = Samplers(Fifo())
+    assert world.effects.samplers.ask(ask()).groups == [11, 12]
+    (thread,) = [thread for thread in sampler_threads() if thread not in before]
+    world.effects.close()
+    assert world.effects.samplers.ask(ask()).error == "the run is over"
+    await asyncio.to_thread(thread.join, 20.0)
+    assert not thread.is_alive()
+
+
 # ---- an operator's word ------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,12 @@ async def test_the_runs_own_custom_sampler_as_its_shadow_makes_identical_choices
     world = SampledWorld(tmp_path / "run", 3)
     world.run()
     await world.close()
+    before = threading.enumerate()
     found = shadowed(tmp_path / "run", f"{mine}:Newest")
+    for thread in threading.enumerate():
+        if thread.name == "sampler" and thread not in before:
+            thread.join(20.0)
+            assert not thread.is_alive()
     assert found.num_same == len(found.choices) == 6
     fifo = shadowed(tmp_path / "run", "fifo")
     assert fifo.agreement < 1.0

@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -199,6 +200,32 @@ def test_a_ring_comes_first_and_markup_of_others_is_shown_as_it_is() -> None:
     assert "[red]" in file.getvalue()
 
 
+def test_threads_that_share_a_name_are_all_told_the_main_thread_first_and_those_that_share_a_stack_once() -> None:
+    over = threading.Event()
+
+    def waits_elsewhere() -> None:
+        over.wait()
+
+    targets = [over.wait] * 3 + [waits_elsewhere]
+    threads = [threading.Thread(target=target, name="alike", daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    told: list[dict[str, list[str]]] = []
+    asks = threading.Thread(target=lambda: told.append(stacks.of_threads()))
+    try:
+        while sum(line.count("wait") > 0 for thread in threads for line in stacks.of_thread(thread.ident or 0)) < 4:
+            time.sleep(0.01)  # until all of them have come there
+        asks.start()
+        asks.join(20.0)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(20.0)
+    assert next(iter(told[0])) == "MainThread"
+    assert "alike and 2 more" in told[0]
+    assert any("waits_elsewhere" in line for line in told[0]["alike"])
+
+
 def test_stacks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "TEXT_CHARACTERS_MAX", 50)
     text = stacks.of_process()
@@ -226,6 +253,35 @@ async def test_a_loop_that_stands_still_leaves_its_stacks_and_says_so_when_it_is
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     watch.close()
+    assert "blocks_the_loop" in watch.path.read_text()
+
+
+async def test_a_loop_that_stands_still_is_shown_among_more_threads_than_are_dumped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loopwatch, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(loopwatch, "BEAT_S", 0.1)
+    over, told = threading.Event(), asyncio.Event()
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(120)]
+    watch = LoopWatch(tmp_path, lambda seconds: told.set())
+    task = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    try:
+        for thread in threads:
+            thread.start()
+
+        def blocks_the_loop() -> None:
+            while not watch.path.stat().st_size:
+                time.sleep(0.1)
+            time.sleep(1.0)
+
+        blocks_the_loop()
+        await asyncio.wait_for(told.wait(), 30.0)
+    finally:
+        over.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        watch.close()
     assert "blocks_the_loop" in watch.path.read_text()
 
 

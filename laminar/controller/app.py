@@ -238,7 +238,7 @@ class Application:
             self._leave_nothing()
         parts.tokens.finish()
         self._log.close(outcome=self._outcome.reason)
-        for part in (parts.tokens, parts.telemetry):
+        for part in (parts.tokens, parts.telemetry, parts.effects):
             with contextlib.suppress(OSError):  # a full disk; the log has the error already
                 part.close()
         parts.display.close()

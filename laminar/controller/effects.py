@@ -126,6 +126,10 @@ class Effects:
         elif not isinstance(action, NOT_REPLAYED):
             self.perform(action)
 
+    def close(self) -> None:
+        """The run is over: no sampler is asked any more."""
+        self.samplers.close()
+
     def on_relay_joined(self, event: events.RelayJoined) -> None:
         """Note where its neighbours reach it, before it is chained."""
         if event.chain_port:

@@ -90,19 +90,28 @@ def shadow(recording: Recording, lives: list[Life], reference: str) -> Shadowing
     """
     asked = None if reference == FIFO else GuardedSampler(samplers.load(reference, "--shadow"))
     witness, notes = _Witness(asked), [recording.left_out] if recording.left_out else []
-    for life in lives:
-        try:
-            playback = Playback(recording, life)
-        except LaminarError as error:
-            if len(lives) == 1:
-                raise
-            notes.append(f"{life.name}: left out: {error}")
-            continue
-        playback.core.witness = witness.look
-        for step in playback.steps():
-            witness.note(step.actions, playback.core.state)
-        notes += [f"{life.name}: {text}" for text in playback.not_replayed()]
+    try:
+        for life in lives:
+            try:
+                playback = Playback(recording, life)
+            except LaminarError as error:
+                if len(lives) == 1:
+                    raise
+                notes.append(f"{life.name}: left out: {error}")
+            else:
+                notes += [f"{life.name}: {text}" for text in _watch(playback, witness)]
+    finally:
+        if asked is not None:
+            asked.close()
     return witness.result(reference, notes)
+
+
+def _watch(playback: Playback, witness: "_Witness") -> list[str]:
+    """What of the life is not replayed."""
+    playback.core.witness = witness.look
+    for step in playback.steps():
+        witness.note(step.actions, playback.core.state)
+    return playback.not_replayed()
 
 
 class _Batch(NamedTuple):

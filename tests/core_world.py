@@ -11,6 +11,7 @@ from laminar import wire
 from laminar.core import actions, events, health, invariants
 from laminar.core.engine import Core
 from laminar.core.settings import Settings
+from laminar.core.versions import PUBLISH_TRIES_MAX
 from laminar.ids import TrajectoryId, Version, WorkerId
 from tests import core_operator
 
@@ -117,6 +118,15 @@ class Driver:
 
     def ready(self, version: Version) -> list[actions.AnyAction]:
         return self.send(events.VersionReady(version=version, digest=f"d{version}", num_bytes=1))
+
+    def unpublishable(self, version: Version, reason: str) -> list[actions.AnyAction]:
+        """Each try to publish it fails, until it is given up."""
+        new = []
+        for _ in range(PUBLISH_TRIES_MAX):
+            new += self.send(events.VersionLost(version=version, reason=reason))
+            if at := self.core.state.versions[-1].retry_at:
+                new += self.send(events.TimerFired(), after=at - self.at)
+        return new
 
     def dropped(self, version: Version, relay: str = "relay-0") -> list[actions.AnyAction]:
         """The relay has recycled the slot of the version."""

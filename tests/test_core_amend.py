@@ -167,8 +167,7 @@ def test_a_bound_that_no_weights_would_meet_is_refused() -> None:
     driver = running("r0")
     driver.complete_all("r0")
     driver.step_done()
-    for _ in range(3):
-        driver.send(events.VersionLost(version=V1, reason="no slot"))
+    driver.unpublishable(V1, "no slot")
     text = alarms(change(driver, max_staleness=0))["settings-refused"]
     assert text == "max_staleness = 0: the newest weights that replicas can pull, v0, are 1 steps behind"
     assert "settings-changed" in alarms(change(driver, max_staleness=1))

@@ -3,7 +3,7 @@
 import pytest
 from core_world import Driver, World, of, settings
 
-from laminar.core import actions, events, versions
+from laminar.core import actions, versions
 from laminar.ids import Version
 
 VARIANTS = (
@@ -78,8 +78,7 @@ def test_weights_that_cannot_be_published_within_the_bound_end_the_run() -> None
     driver.start("r0")
     driver.complete_all("r0")
     driver.step_done()
-    for _ in range(3):
-        driver.send(events.VersionLost(version=Version(1, 0), reason="no slot"))
+    driver.unpublishable(Version(1, 0), "no slot")
     assert "max_staleness" in driver.core.state.stopping
 
 

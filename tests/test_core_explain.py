@@ -278,9 +278,12 @@ def test_a_version_under_way_says_until_when_and_a_lost_one_why() -> None:
     driver.step_done()
     line = why(driver, "v1").line("readable")
     assert (line.text, line.yes) == ("its publication is under way, at most 120.0 s more", False)
-    for _ in range(3):
+    for _ in range(2):
         driver.send(events.VersionLost(version=V1, reason="slots are full"))
-    assert "given up after 3 tries: slots are full" in why(driver, "v1").line("readable").text
+    text = "its publication failed and is tried again in 1.0 s; the last try: slots are full"
+    assert why(driver, "v1").line("readable").text == text
+    driver.unpublishable(V1, "slots are full")
+    assert "given up after 4 tries: slots are full" in why(driver, "v1").line("readable").text
 
 
 def test_the_trainer_says_what_it_works_on_and_what_it_waits_for() -> None:

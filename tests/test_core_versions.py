@@ -66,23 +66,67 @@ def test_a_lost_publication_is_tried_again_while_the_trainer_holds_the_version()
     assert [a.version for a in of(lost(driver, Version(0, 0)), actions.PublishVersion)] == [Version(0, 0)]
 
 
-def test_the_first_weights_are_tried_three_times_before_the_run_fails():
+def tried_again(driver: Driver) -> list[actions.AnyAction]:
+    """What the core does when the pause before the next try is over."""
+    at = driver.core.state.versions[-1].retry_at
+    assert at == driver.core.next_deadline()
+    return driver.send(events.TimerFired(), after=at - driver.at)
+
+
+def test_a_publication_that_fails_is_tried_again_at_once_and_then_after_longer_and_longer_pauses():
     driver = unpublished()
-    assert not of(lost(driver, Version(0, 0)), actions.FinishRun)
-    assert not of(lost(driver, Version(0, 0)), actions.FinishRun), "the third try is under way"
-    assert len(driver.all(actions.PublishVersion)) == 3
+    assert len(of(lost(driver, Version(0, 0)), actions.PublishVersion)) == 1
+    for pause_s in (1.0, 5.0):
+        new = lost(driver, Version(0, 0))
+        assert not of(new, actions.PublishVersion | actions.FinishRun)
+        assert f"until it is tried again in {pause_s:g} s" in of(new, actions.RaiseAlarm)[0].text
+        assert driver.core.state.versions[-1].retry_at == driver.at + pause_s
+        assert not of(driver.send(events.TimerFired(), after=pause_s / 2), actions.PublishVersion)
+        assert len(of(tried_again(driver), actions.PublishVersion)) == 1
+        assert driver.core.state.versions[-1].retry_at == 0.0
     (end,) = of(lost(driver, Version(0, 0)), actions.FinishRun)
     assert not end.ok
-    assert "could not be published after 3 tries: digest" in end.reason
+    assert "could not be published after 4 tries: digest" in end.reason
 
 
-def test_the_third_try_may_succeed():
+def test_the_fourth_try_may_succeed():
     driver = unpublished()
     lost(driver, Version(0, 0))
-    lost(driver, Version(0, 0))
+    for _ in range(2):
+        lost(driver, Version(0, 0))
+        tried_again(driver)
     driver.ready(Version(0, 0))
     assert versions.newest(driver.core.state).version == Version(0, 0)
     assert not driver.core.state.stopping
+
+
+def test_a_relay_that_joins_ends_the_pause():
+    driver = unpublished()
+    lost(driver, Version(0, 0))
+    lost(driver, Version(0, 0))
+    assert of(driver.relay("relay-1", host="b"), actions.PublishVersion)
+    assert driver.core.state.versions[-1].retry_at == 0.0
+
+
+def test_a_step_that_begins_in_the_pause_leaves_the_version_to_the_next_one():
+    driver = started("r0")
+    driver.complete_all("r0")
+    driver.step_done()
+    assert not driver.core.state.trainer.running
+    lost(driver, Version(1, 0))
+    lost(driver, Version(1, 0))
+    driver.complete_all("r0")
+    assert driver.core.state.trainer.running == 2
+    assert not of(tried_again(driver), actions.PublishVersion)
+    assert [a.version for a in of(driver.step_done(), actions.PublishVersion)] == [Version(2, 0)]
+
+
+def test_a_trainer_that_is_lost_in_the_pause_is_not_asked_again():
+    driver = unpublished(trainer_restarts_max=1)
+    lost(driver, Version(0, 0))
+    lost(driver, Version(0, 0))
+    driver.lost("trainer-0/0")
+    assert driver.core.state.versions[-1].retry_at == 0.0
 
 
 def test_a_version_that_is_lost_while_the_next_step_runs_is_skipped_with_an_alarm():

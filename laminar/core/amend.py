@@ -142,7 +142,7 @@ def _why_not_bound(turn: Turn, new: Settings) -> str:
     if bound is None or bound == turn.settings.max_staleness or readable is None:
         return ""
     age = versions.staleness(state.branches, turn.trainer_version, readable.version)
-    is_to_come = bool(state.trainer.running) or not state.trainer.ready or state.versions[-1].deadline > 0
+    is_to_come = bool(state.trainer.running) or not state.trainer.ready or versions.is_coming(state.versions[-1])
     if age <= bound or is_to_come:
         return ""
     return f"max_staleness = {bound}: the newest weights that replicas can pull, {readable.version}, are {age} steps behind"

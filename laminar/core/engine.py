@@ -214,11 +214,7 @@ def _on_timer(turn: Turn, event: events.TimerFired) -> None:
         _lose(turn, worker, "its channel broke and did not come back")
     for replica in [state.replicas[worker] for worker, deadline in state.pulls.items() if deadline <= turn.at]:
         fleet.lose(turn, replica, f"its pull of {replica.target} did not end")
-    for record in [r for r in state.versions[-1:] if r.awaited_until and r.awaited_until <= turn.at]:
-        record.awaited_until = 0.0
-        turn.look_again()
-    for record in [r for r in state.versions[-1:] if r.deadline and r.deadline <= turn.at]:
-        versions.lose(turn, record.version, "no word from the relay in time")
+    versions.check(turn)
     for replica, reason in health.check(turn):
         fleet.lose(turn, replica, reason)
     stragglers.check(turn)

@@ -54,13 +54,13 @@ def _assign(turn: Turn, evaluation: Evaluation) -> None:
 
 
 def is_pending(turn: Turn) -> bool:
-    """Whether a result is still to come: one is under way, or the last version is being published for it."""
+    """Whether a result is still to come: one is under way, or the last version is yet to be published for it."""
     state = turn.state
     if any(not evaluation.done for evaluation in state.evaluations):
         return True
     if not turn.settings.evaluate or any(evaluation.name == "after" for evaluation in state.evaluations):
         return False
-    return any(record.deadline for record in state.versions[-1:])
+    return any(versions.is_coming(record) for record in state.versions[-1:])
 
 
 def on_finished(turn: Turn, event: EvaluationFinished) -> None:

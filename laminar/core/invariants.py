@@ -114,6 +114,7 @@ def _check_relays(state: State) -> None:
         held = any(record.version in relay.held for relay in state.relays.values())
         assert record.ready == held, f"{record.version}: ready {record.ready}, held by a relay {held}"
         ordered = 0 < record.publication <= state.num_publications and state.publishing_to is not None
+        assert not (record.deadline and record.retry_at), f"{record.version} is under way, and to be tried again"
         assert not record.deadline or ordered, f"{record.version} is under way, but nobody was told to publish it"
 
 

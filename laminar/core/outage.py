@@ -71,6 +71,7 @@ def _shift(state: State, seconds: float) -> None:
     """Later by so much: whatever has a moment at which it is over."""
     for record in state.versions[-1:]:
         record.deadline = _later(record.deadline, seconds)
+        record.retry_at = _later(record.retry_at, seconds)
         record.awaited_until = _later(record.awaited_until, seconds)
     state.pulls = {worker: _later(at, seconds) for worker, at in state.pulls.items()}
     for restart in state.restarts.values():

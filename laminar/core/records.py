@@ -186,6 +186,8 @@ class VersionRecord(msgspec.Struct, kw_only=True):
     """The trainer died while it handed it over: it will never be complete."""
     deadline: float = 0.0
     """When the publication has lasted too long; 0 = none is under way."""
+    retry_at: float = 0.0
+    """When the trainer is asked again after one that failed; 0 = it is not."""
     awaited_until: float = 0.0
     """Idle replicas wait for this publication until then; 0 = they do not."""
     published_at: float = 0.0

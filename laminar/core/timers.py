@@ -46,6 +46,7 @@ def _rows(state: State, settings: Settings) -> Iterator[tuple[float, str, str]]:
         yield state.stop_by, "a stopped run ends without its last checkpoint", ""
     for record in state.versions[-1:]:
         yield record.deadline, "the publication under way is given up", ""
+        yield record.retry_at, "the publication that failed is tried again", ""
         yield record.awaited_until, "idle replicas await the publication no longer", ""
     for worker, restart in state.restarts.items():
         yield restart.due_at, "it is started again", worker

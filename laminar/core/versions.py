@@ -9,7 +9,10 @@ from laminar.core.trainer_records import Branch
 from laminar.core.turn import Turn
 from laminar.ids import Version, WorkerId
 
-PUBLISH_TRIES_MAX = 3  # a version that the relay lost three times will not fare better the fourth time
+RETRY_PAUSES_S = (0.0, 1.0, 5.0)
+"""Before the second, third and fourth try: at once, because another relay may take it; then for what may be over soon, such as the
+pull that reads from the last slot. A version that got through in none of them is left to the next one."""
+PUBLISH_TRIES_MAX = len(RETRY_PAUSES_S) + 1
 RECORDS_MAX = 64  # and those of versions that somebody holds; all others are in the database
 
 
@@ -27,6 +30,11 @@ def find(state: State, version: Version) -> VersionRecord | None:
         if record.version == version:
             return record
     return None
+
+
+def is_coming(record: VersionRecord) -> bool:
+    """Whether its publication is under way, or to be tried again."""
+    return record.deadline > 0.0 or record.retry_at > 0.0
 
 
 def newest_of(relay: Relay | None) -> Version | None:
@@ -53,6 +61,8 @@ def staleness(branches: list[Branch], new: Version, old: Version) -> int:
 
 def made(turn: Turn) -> None:
     """The trainer holds a new version: publish it as soon as a relay is there."""
+    for record in turn.state.versions[-1:]:
+        record.retry_at = 0.0
     turn.state.versions.append(VersionRecord(version=turn.trainer_version))
     _forget_old(turn.state)
     publish(turn)
@@ -72,13 +82,15 @@ def _forget_old(state: State) -> None:
 
 
 def publish(turn: Turn) -> None:
-    """Ask the trainer to hand over its present weights, unless they are published, under way or given up.
+    """Ask the trainer to hand over its present weights, unless they are published, under way or given up. Ends a pause.
 
     A rank can write to the relay of its own host only: while one of these is away, nothing is published.
     """
+    state = turn.state
+    for record in state.versions[-1:]:
+        record.retry_at = 0.0
     if why_not_published(turn):
         return
-    state = turn.state
     hosts, record = dict.fromkeys(state.trainer.hosts.values()), state.versions[-1]
     state.publishing_to, record.written = _collector(state), False
     state.num_publications += 1
@@ -101,12 +113,14 @@ def why_not_published(turn: Turn) -> str:
         return "it is published"
     if record.deadline:
         return "its publication is under way"
+    if record.retry_at:
+        return f"its publication failed and is tried again in {max(0.0, record.retry_at - turn.at):.1f} s"
     if record.version != turn.trainer_version:
         return "the trainer no longer holds it"
     if record.num_tries >= PUBLISH_TRIES_MAX:
         return f"it was given up after {record.num_tries} tries: {record.lost}"
     if state.trainer.running:
-        return "the trainer is at a step; it is asked again after it"
+        return "the trainer is at a step, after which it holds the next version"
     if not state.chain.master:
         return "there is no relay"
     hosts = dict.fromkeys(state.trainer.hosts.values())
@@ -149,7 +163,8 @@ def hold(turn: Turn, relay: Relay, version: Version, digest: str) -> bool:
     if record is None or record.void or version in relay.held or (record.ready and record.digest != digest):
         return False
     if not record.ready:
-        record.ready, record.lost, record.deadline, record.num_tries = True, "", 0.0, 0
+        record.ready, record.lost, record.num_tries = True, "", 0
+        record.deadline = record.retry_at = 0.0
         record.digest, record.published_at = digest, turn.at
         turn.tell(f"published, digest {digest}", story.version(version))
     recovery.worked(turn, relay.id, turn.at)
@@ -182,6 +197,7 @@ def check_held(turn: Turn, version: Version, reason: str) -> None:
 def abandon(turn: Turn, reason: str) -> None:
     """The trainer is gone: what it was handing over will never be complete. What the relay has whole may still become ready."""
     for record in turn.state.versions[-1:]:
+        record.retry_at = 0.0
         if record.ready or record.written or record.lost:
             continue
         record.void, record.lost, record.deadline, record.awaited_until = True, reason, 0.0, 0.0
@@ -199,6 +215,28 @@ def on_lost(turn: Turn, event: VersionLost) -> None:
     lose(turn, event.version, event.reason)
 
 
+def _try_again(turn: Turn, record: VersionRecord) -> None:
+    """At once, or after a pause if that was in vain before. The loss of an older version than the last disturbs no pause."""
+    last, tries = turn.state.versions[-1], record.num_tries
+    pause_s = RETRY_PAUSES_S[tries - 1] if record is last and 0 < tries < PUBLISH_TRIES_MAX else 0.0
+    if pause_s and not why_not_published(turn):
+        record.retry_at = turn.at + pause_s
+    elif not last.retry_at:
+        publish(turn)
+
+
+def check(turn: Turn) -> None:
+    """Ask the trainer again if it is time to, and give up a publication that has lasted too long."""
+    for record in turn.state.versions[-1:]:
+        if 0.0 < record.awaited_until <= turn.at:
+            record.awaited_until = 0.0
+            turn.look_again()
+        if 0.0 < record.deadline <= turn.at:
+            lose(turn, record.version, "no word from the relay in time")
+        elif 0.0 < record.retry_at <= turn.at:
+            publish(turn)
+
+
 def lose(turn: Turn, version: Version, reason: str) -> None:
     """Record that `version` did not get through."""
     record = find(turn.state, version)
@@ -207,11 +245,14 @@ def lose(turn: Turn, version: Version, reason: str) -> None:
     record.lost, record.deadline, record.awaited_until = reason, 0.0, 0.0
     turn.look_again()
     turn.tell(f"publication failed: {reason}", story.version(version))
-    publish(turn)
+    _try_again(turn, record)
     if record.deadline or turn.state.stopping:
         return
-    text = f"{version} was not published: {reason}; replicas go on with what they have until the next version"
+    until = f"it is tried again in {record.retry_at - turn.at:g} s" if record.retry_at else "the next version"
+    text = f"{version} was not published: {reason}; replicas go on with what they have until {until}"
     turn.emit(RaiseAlarm(cause=turn.cause, name="version-lost", text=text))
+    if record.retry_at:
+        return
     readable, bound = newest(turn.state), turn.settings.max_staleness
     if record.num_tries >= PUBLISH_TRIES_MAX and readable is None:
         turn.fail(

@@ -183,8 +183,12 @@ def _of_publication(turn: Turn) -> Iterator[Wait]:
             what = "the relay, which has all shards" if record.written else "the ranks, which write their shards"
             on = [str(state.publishing_to)] if record.written else _silent_ranks(turn)
             yield Wait(who=who, what=what, on=on, since=began, deadline=record.deadline, ends="a relay holds it")
+        elif record.retry_at:
+            text = f"a pause after {record.num_tries} tries ({record.lost})"
+            yield Wait(who=who, what=text, deadline=record.retry_at, ends="the trainer is asked again")
         elif state.trainer.running:
-            yield Wait(who=who, what="the trainer, which is at a step", on=[TRAINER], ends="it is published after it")
+            text = "the trainer, which is at a step"
+            yield Wait(who=who, what=text, on=[TRAINER], ends="the next version is published in its place")
         elif record.num_tries >= weights.PUBLISH_TRIES_MAX:
             text = f"nothing: given up after {record.num_tries} tries ({record.lost})"
             yield Wait(who=who, what=text, ends="the next version serves")

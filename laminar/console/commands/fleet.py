@@ -135,6 +135,8 @@ def _publication(record: VersionRecord) -> str:
         return "readable"
     if record.deadline:
         return "is being published"
+    if record.retry_at:
+        return f"is to be tried again: {record.lost}"
     return f"lost: {record.lost}" if record.lost else "not published yet"
 
 

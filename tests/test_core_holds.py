@@ -306,8 +306,14 @@ def test_an_unknown_or_resolved_decision_changes_nothing():
     driver = dispatch_held()
     number = the_held(driver).id
     resolve(driver)
-    assert driver.send(events.DecisionResolved(decision=number, verdict="apply")) == []
-    assert driver.send(events.DecisionResolved(decision=999, verdict="skip")) == []
+    held = the_held(driver)
+    for word in (
+        events.DecisionResolved(decision=number, verdict="apply"),
+        events.DecisionResolved(decision=999, verdict="skip"),
+    ):
+        (alarm,) = driver.send(word)
+        assert alarm.name == "decision-refused"
+        assert the_held(driver) == held
 
 
 def test_passes_are_held_independently():
@@ -424,6 +430,15 @@ def test_a_frame_in_which_nothing_ends_decides_nothing_although_a_decision_waits
 
 
 # ---- a word that counts for nothing ------------------------------------------------------------------------
+
+
+def test_an_edit_of_what_is_not_held_or_to_another_kind_is_refused_aloud():
+    driver = dispatch_held()
+    number, replacement = the_held(driver).id, TakeBatch(step=1, groups=[])
+    for decision in (99, number):
+        (alarm,) = driver.send(events.DecisionEdited(decision=decision, replacement=replacement))
+        assert alarm.name == "decision-refused"
+    assert the_held(driver).id == number
 
 
 def test_a_part_of_a_repack_that_no_longer_fits_says_why_and_the_rest_is_done():

@@ -225,8 +225,8 @@ class Watch:
         facts = [*(_of_event(event) if event else []), *self._of_trainer(turn), *self._of_actions(new)]
         hits: dict[int, None] = {}  # once per look: a dropped group is eight dropped trajectories
         for kind, fields in facts:
-            found = _first([each for each in self._found if each.where == kind], fields)
-            if found is not None and found.id not in hits:
+            found = _first([each for each in self._found if each.where == kind and each.id not in hits], fields)
+            if found is not None:
                 hits[found.id] = None
                 _hold_all(turn, found, kind, fields)
 

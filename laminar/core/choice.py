@@ -6,7 +6,7 @@ from laminar.core.dispatch import gate_is_open, num_outstanding
 from laminar.core.events import SamplerAnswered
 from laminar.core.records import Group
 from laminar.core.sampling import BufferView, GroupView, SamplerRequest, SamplerWord, problem
-from laminar.core.training import can_take_batch
+from laminar.core.training import why_no_batch_wanted
 from laminar.core.turn import Turn
 
 
@@ -34,17 +34,29 @@ def _group_view(turn: Turn, group: Group) -> GroupView:
     )
 
 
+def why_not_asked(turn: Turn) -> str:
+    """Why the custom sampler is not asked now; empty = it is, unless it waits for another group to complete."""
+    state, num_groups = turn.state, turn.settings.batch_groups
+    if not turn.settings.custom_sampler:
+        return "there is none"
+    if state.sampler_request:
+        return f"it is asked for {state.sampler_request.num_groups} groups and has not answered"
+    if state.sampler_answer:
+        return f"it has chosen {len(state.sampler_answer)} groups"
+    if holds.is_paused(state, "sample") or holds.shown(state, "sample"):
+        return holds.why(state, "sample") or "a decision of the pass sample waits for a word"
+    if reason := why_no_batch_wanted(turn):
+        return reason
+    if len(state.buffer) < num_groups:
+        return f"{len(state.buffer)} of {num_groups} groups are complete and in the buffer"
+    return bounds.refusal(turn, bounds.oldest_first(turn)[:num_groups])  # a group near the bound has to complete first
+
+
 def ask(turn: Turn) -> None:
     """Ask the custom sampler when a batch is wanted and it has not been asked about this buffer."""
     state, settings = turn.state, turn.settings
-    if not settings.custom_sampler or state.sampler_request or state.sampler_answer:
+    if not settings.custom_sampler or why_not_asked(turn):
         return
-    if holds.is_paused(state, "sample") or holds.shown(state, "sample"):
-        return
-    if not can_take_batch(turn) or len(state.buffer) < settings.batch_groups:
-        return
-    if bounds.refusal(turn, bounds.oldest_first(turn)[: settings.batch_groups]):
-        return  # a group near the bound has to complete first
     if state.sampler_starved:
         if not _more_may_come(turn):  # what it waited for was dropped
             _refuse(turn, _nothing_chosen(turn))
@@ -119,5 +131,5 @@ def _more_may_come(turn: Turn) -> bool:
     if len(state.buffer) < num_outstanding(state):
         return True
     at_hand = [v for replica in state.replicas.values() for v in (replica.version, replica.target) if v is not None]
-    to_come = [record.version for record in state.versions if record.ready or record.deadline]
+    to_come = [record.version for record in state.versions if record.ready or versions.is_coming(record)]
     return gate_is_open(turn) and any(bounds.admits(turn, version) for version in dict.fromkeys([*at_hand, *to_come]))

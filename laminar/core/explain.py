@@ -127,8 +127,8 @@ def _pulls(turn: Turn, replica: Replica) -> Line:
 def _repacking(turn: Turn, replica: Replica) -> list[Line]:
     """Whether a check now would make it a source or a destination, and what the last check made of it."""
     record = turn.state.repack
-    if not turn.settings.repack_interval_s:
-        return [Line("repack", "there is none: its interval is 0", False)]
+    if reason := moves.why_no_check(turn):
+        return [Line("repack", f"there is none: {reason}", False)]
     found = moves.plan(turn)[1]
     takes_part = any(replica.id in (move.source, move.destination) for move in found.moves)
     now = Line("repack", f"in a check now: {found.reasons[replica.id]}{held(turn.state, 'repack')}", takes_part)

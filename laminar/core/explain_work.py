@@ -2,6 +2,7 @@
 
 from laminar.core import (
     bounds,
+    choice,
     dispatch,
     groups,
     retention,
@@ -95,12 +96,13 @@ def _sampler(turn: Turn, group: Group) -> Line:
             chosen,
         )
     if state.sampler_request:
-        return Line("sampler", f"it is asked for {state.sampler_request.num_groups} groups and has not answered")
+        return Line("sampler", choice.why_not_asked(turn))
     if (word := state.sampler_word) and word.fault:
         return Line("sampler", f"its last choice was not used: it {word.fault}", False)
     if state.sampler_starved:
         return Line("sampler", "it chose nothing, and is asked again when another group completes", False)
-    return Line("sampler", "it is asked when the trainer waits for a batch and enough groups are complete")
+    reason = choice.why_not_asked(turn)
+    return Line("sampler", f"it is not asked now: {reason}" if reason else "it is asked for the next batch", not reason)
 
 
 def _leased(turn: Turn, group: Group) -> tuple[str, list[Line]]:
@@ -233,6 +235,7 @@ def _checkpoint(turn: Turn) -> str:
     trainer, every = turn.state.trainer, turn.settings.checkpoint_every
     last = f"the last is of step {trainer.checkpoint}" if trainer.checkpoint > 0 else "there is none yet"
     now = f"; that of step {trainer.saving} is being written" if trainer.saving >= 0 else ""
+    now += "; an operator wants one more" if trainer.save_wanted else ""
     return f"{last}{now}; " + (f"one is due every {every} steps" if every else "the next comes at the end")
 
 

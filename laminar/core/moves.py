@@ -34,10 +34,17 @@ def interval_changed(turn: Turn) -> None:
         record.due, record.planned = False, []
 
 
+def why_no_check(turn: Turn) -> str:
+    """Why nothing is repacked now, whatever the replicas are like; empty = it is a question of each."""
+    if over := turn.state.stopping or turn.state.finished:
+        return f"the run is stopping or over: {over}"
+    return "" if turn.settings.repack_interval_s else "it is off, its interval is 0"
+
+
 def check(turn: Turn) -> None:
     """If due: plan, and keep the explanation."""
     record = turn.state.repack
-    if not record.due or turn.state.stopping:
+    if not record.due or why_no_check(turn):
         return
     record.due = False
     loads, found = plan(turn)

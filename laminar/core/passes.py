@@ -109,6 +109,12 @@ def _let_go(turn: Turn, name: str) -> None:
         _apply(turn, held, held.decision)
 
 
+def _why_not_there(turn: Turn, decision: int) -> str:
+    """Why there is nothing to say about a decision; empty = it is held."""
+    known = ", ".join(map(str, turn.state.held)) or "none"
+    return "" if decision in turn.state.held else f"decision {decision} is not held (any more); held are: {known}"
+
+
 def _why_no_replacement(held: HeldDecision, replacement: AnyDecision | None) -> str:
     if replacement is None or isinstance(replacement, KINDS[held.pass_name]):
         return ""
@@ -118,9 +124,10 @@ def _why_no_replacement(held: HeldDecision, replacement: AnyDecision | None) -> 
 def on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
     """Apply, edit or skip a held decision; what has become void says so, and the pass decides anew."""
     state = turn.state
-    held = state.held.pop(event.decision, None)
-    if held is None:
+    if refusal := _why_not_there(turn, event.decision):
+        turn.refuse("decision", refusal)
         return
+    held = state.held.pop(event.decision)
     turn.look_again()
     if event.verdict != "apply":
         state.skipped[held.pass_name] = None
@@ -133,10 +140,13 @@ def on_resolved(turn: Turn, event: events.DecisionResolved) -> None:
 
 def on_edited(turn: Turn, event: events.DecisionEdited) -> None:
     """Put another decision of the same pass in its place; it goes on being held."""
-    held = turn.state.held.get(event.decision)
-    if held is not None and not _why_no_replacement(held, event.replacement):
-        held.decision = event.replacement
-        turn.tell(f"decision {held.id} is edited: {in_words(held.decision)}", story.of_pass(held.pass_name))
+    number, new = event.decision, event.replacement
+    if refusal := _why_not_there(turn, number) or _why_no_replacement(turn.state.held[number], new):
+        turn.refuse("decision", refusal)
+        return
+    held = turn.state.held[number]
+    held.decision = new
+    turn.tell(f"decision {number} is edited: {in_words(new)}", story.of_pass(held.pass_name))
 
 
 def _apply(turn: Turn, held: HeldDecision, decision: AnyDecision) -> None:

@@ -87,20 +87,12 @@ def plan(turn: Turn) -> Preview:
     loads, found = moves.plan(turn)
     return Preview(
         policy=turn.settings.repack_policy,
-        why_none=_why_none(turn),
+        why_none=moves.why_no_check(turn) or holds.why(turn.state, "repack"),
         candidates=_candidates(turn, loads, found),
         choices=_choices(turn, loads, found),
         checked_at=record.checked_at,
         next_at=record.next_at,
     )
-
-
-def _why_none(turn: Turn) -> str:
-    if turn.state.stopping or turn.state.finished:
-        return "the run is stopping or over"
-    if not turn.settings.repack_interval_s:
-        return "repacking is off: its interval is 0"
-    return holds.why(turn.state, "repack")
 
 
 def _candidates(turn: Turn, loads: list[repack.Load], found: repack.Plan) -> list[Candidate]:

@@ -128,11 +128,6 @@ def _abandon(turn: Turn, why: str) -> None:
 # ---- steps -------------------------------------------------------------------------------------------------
 
 
-def can_take_batch(turn: Turn) -> bool:
-    """Whether the trainer waits for a batch that has not been leased yet."""
-    return not why_no_batch_wanted(turn)
-
-
 def why_no_batch_wanted(turn: Turn) -> str:
     """Why the trainer waits for no batch now; empty = it does."""
     state, trainer = turn.state, turn.state.trainer
@@ -223,13 +218,14 @@ def start_leased(turn: Turn) -> bool:
     if turn.state.stopping or turn.state.storage_failure:
         return False
     trainer.running, trainer.running_since = step.step, turn.at
-    rows = [_row(trajectory) for trajectory in groups.members(turn.state, step.groups)]
+    rows = [row(trajectory) for trajectory in groups.members(turn.state, step.groups)]
     turn.emit(StartTrainStep(cause=turn.cause, step=step.step, attempt=step.attempt, rows=rows))
     turn.tell(f"train step started, attempt {step.attempt}, {len(rows)} trajectories", story.step(step.step))
     return True
 
 
-def _row(t: Trajectory) -> BatchRow:
+def row(t: Trajectory) -> BatchRow:
+    """What the trainer is told of a trajectory of its batch."""
     assert t.behavior_version is not None
     return BatchRow(t.id, t.group, t.behavior_version, t.num_prompt_tokens, t.num_tokens, t.reward)
 

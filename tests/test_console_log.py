@@ -17,6 +17,16 @@ from laminar.core import explain
 
 pytestmark = pytest.mark.timeout(60)
 
+SAMPLER = """
+class Patient:
+    def select(self, view, num_groups):
+        return [group.id for group in view.groups[:num_groups]] if len(view.groups) >= 20 else []
+    def state(self):
+        return {}
+    def load_state(self, state):
+        pass
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -86,20 +96,32 @@ def test_nothing_can_be_changed(recorded: log.Recorded, line: str) -> None:
     assert "a recorded one is what it was" in recorded.ask("pause repack").answer.error
 
 
-def test_a_what_if_has_the_recorded_run_beside_it_simulated_again_and_changed(tmp_path: Path) -> None:
-    simulated_run(tmp_path)
-    target = log.opened(tmp_path)
+def test_a_what_if_goes_on_from_here_changed_and_not_beside_what_was_recorded(tmp_path: Path) -> None:
+    simulated_run(tmp_path / "run")
+    (tmp_path / "mine.py").write_text(SAMPLER)
+    target = log.opened(tmp_path / "run")
     try:
-        answer = ask(target, "whatif set buffer.max_groups=12")
-        rows = {row["measure"]: row for row in records(answer.tables[0])}
-        assert rows["trained_tokens_per_s"]["again"] == pytest.approx(rows["trained_tokens_per_s"]["recorded"], rel=0.1)
-        assert rows["trained_tokens_per_s"]["changed"] < rows["trained_tokens_per_s"]["again"], (
-            "one batch is live, not four"
-        )
+        assert "the run has not begun" in target.ask("whatif set buffer.max_groups=12").answer.error
+        ask(target, "goto step 4")
+        there = event(target)
+        rows = what_if(target, "whatif set buffer.max_groups=12 for 3 steps")
+        assert [rows["train steps"][name] for name in ("recorded", "present", "changed")] == [3, 3, 3]
+        assert rows["seconds"]["present"] == pytest.approx(rows["seconds"]["recorded"], rel=0.15)
+        assert rows["seconds"]["changed"] > rows["seconds"]["present"], "one batch is live, not four"
+        assert what_if(target, "whatif drain r0 for 100")["seconds"]["changed"] == pytest.approx(100.0)
+        rows = what_if(target, f"whatif sampler {tmp_path}/mine.py:Patient for 3 steps")
+        assert rows["complete groups at the end"]["changed"] > rows["complete groups at the end"]["present"]
         assert "did you mean buffer.max_groups?" in target.ask("whatif set buffer.max_group=1").answer.error
-        assert "the whole is simulated again" in target.ask("whatif drain r0").answer.error
+        assert "changes nothing" in target.ask("whatif status").answer.error
+        assert event(target) == there
+        ask(target, "goto end")
+        assert "the run is over" in target.ask("whatif drain r0").answer.error
     finally:
         target.close()
+
+
+def what_if(target: log.Recorded, line: str) -> dict[str, dict[str, Any]]:
+    return {str(row["measure"]): row for row in records(ask(target, line).tables[0])}
 
 
 def test_what_is_no_recorded_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sqlite3
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from laminar.replay.playback import Playback
 from laminar.replay.rates import fitted
 from laminar.replay.recording import Recording
 from laminar.replay.whatif import Comparison, Recorded, record, simulated, whatif
-from laminar.sim.faults import FaultPlan
+from laminar.sim.decode import decode_model
+from laminar.sim.faults import FaultPlan, inject
 from laminar.sim.measure import Measures
 from laminar.sim.scenario import Scenario
-from laminar.sim.workload import WORKLOADS
+from laminar.sim.workload import WORKLOADS, Draw, Workload
 from laminar.sim.world import World
 from tests.core_world import settings
 from tests.replay_world import RecordedWorld
@@ -36,6 +37,16 @@ SMALL: dict[str, Any] = {
     "model": "7B", "gpus": 8, "split": (4, 4), "batch_groups": 12, "group_size": 4, "flush_s": 5.0, "iterations": 10,
     "workload": replace(WORKLOADS["math"], median=600.0),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardedLater(Workload):
+    """Rewards take a while."""
+
+    reward_s: float
+
+    def draw(self, seed: int, step: int) -> Draw:
+        return Draw(super().draw(seed, step).num_tokens, reward_s=self.reward_s)
 
 
 class LoggedWorld(World):
@@ -49,19 +60,18 @@ class LoggedWorld(World):
         return super()._handle(event)
 
 
-def run(directory: Path, **choices: Any) -> None:
-    """A recorded run in `directory`."""
+def run(directory: Path, reward_s: float = 0.0, **choices: Any) -> None:
+    """A recorded run in `directory`; each reward comes so long after its response."""
     scenario = Scenario(warmup=1, stops=False, **{**SMALL, **choices})
+    workload = scenario.workload if not reward_s else RewardedLater(**vars(scenario.workload), reward_s=reward_s)
     world = LoggedWorld(
-        settings=scenario.settings(scenario.cluster()), cluster=scenario.cluster(), workload=scenario.workload,
+        settings=scenario.settings(scenario.cluster()), cluster=scenario.cluster(), workload=workload,
         measures=Measures(warmup=1), flush_s=scenario.flush_s,
     )  # fmt: skip
     world.log = []
-    if scenario.faults.rates:
-        from laminar.sim.faults import inject
-
-        inject(world, scenario.faults, 1)
+    inject(world, scenario.faults, 1)
     world.run()
+    directory.mkdir(exist_ok=True)
     keep(directory, world)
 
 
@@ -94,8 +104,38 @@ def test_a_run_simulated_as_it_was_comes_to_what_it_came_to(recorded: Recorded) 
     for name in ("step_s", "trained_tokens_per_s", "generated_tokens_per_s"):
         assert getattr(again, name) == pytest.approx(getattr(real, name), rel=0.15), name
     assert again.trainer_busy == pytest.approx(real.trainer_busy, abs=0.1)
-    assert again.replicas_busy == pytest.approx(real.replicas_busy, abs=0.2)
+    assert again.replicas_busy == pytest.approx(real.replicas_busy, abs=0.05)
     assert again.staleness_mean == pytest.approx(real.staleness_mean, abs=0.5)
+
+
+def test_costs_that_are_known_are_found_in_the_log(recorded: Recorded) -> None:
+    cluster = Scenario(**SMALL).cluster()
+    known, found = decode_model(cluster), recorded.costs
+    assert found.decode.overhead_s == pytest.approx(known.weights_s + known.overhead_s, rel=0.01)
+    assert found.step_s + 1000 * found.token_s == pytest.approx(cluster.train_s(1000), rel=0.01)
+    assert found.pull_s == pytest.approx(cluster.pull_s())
+    assert found.publish_s == pytest.approx(cluster.publish_stall_s())
+
+
+def test_rewards_come_as_late_as_they_came(tmp_path: Path) -> None:
+    run(tmp_path, reward_s=120.0)
+    with Recording(tmp_path) as recording:
+        recorded = record(recording)
+    again = simulated(recorded, Changes())
+    assert again.step_s == pytest.approx(recorded.real.step_s, rel=0.15)
+    assert again.staleness_mean == pytest.approx(recorded.real.staleness_mean, abs=0.5)
+
+
+def test_what_is_averaged_over_time_is_averaged_over_all_of_it(plain: Path) -> None:
+    with Recording(plain) as recording:
+        playback, meter = Playback(recording), Meter()
+        busy_s = before = at = 0.0
+        while (step := playback.step()) is not None:
+            replicas = playback.core.state.replicas.values()
+            busy_s += before * (playback.core.state.at - at)
+            at, before = playback.core.state.at, sum(r.num_generating > 0 for r in replicas) / max(1, len(replicas))
+            meter.observe(playback.core, step.event, step.actions)
+            assert meter.replicas_s == pytest.approx(busy_s)
 
 
 def test_trajectories_have_their_recorded_lengths(recorded: Recorded) -> None:
@@ -123,7 +163,7 @@ def test_a_change_has_the_effect_that_it_must_have(recorded: Recorded, words: li
 
 def test_recorded_faults_happen_again_unless_they_are_left_out(tmp_path: Path) -> None:
     plan = FaultPlan(rates=(("engine_crash", 30.0), ("trainer_crash", 4.0)), restart_s=40.0)
-    run(tmp_path, faults=plan, iterations=8)
+    run(tmp_path, faults=plan, iterations=8, core=(("restarts_max", 100),))
     with Recording(tmp_path) as recording:
         recorded = record(recording)
     kinds = [fault.kind for fault in recorded.rates.faults]

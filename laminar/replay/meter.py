@@ -6,11 +6,10 @@ from typing import NamedTuple
 from laminar.core import versions
 from laminar.core.actions import AnyAction, RecordTrajectories, StartTrainStep
 from laminar.core.engine import Core
-from laminar.core.events import AnyEvent, StepFinished
+from laminar.core.events import AnyEvent, ReplicaReported, StepFinished
 from laminar.errors import LaminarError
-from laminar.ids import Version
+from laminar.ids import Version, WorkerId
 
-SAMPLE_S = 0.1  # the fleet is looked at so often at most
 WARMUP_SHARE = 5  # the first fifth of the steps, while the buffer and the fleet fill
 STEPS_MIN = 3
 
@@ -66,10 +65,15 @@ class Meter:
         self._batch_tokens: dict[int, int] = {}
         self._staleness: dict[int, Counter[int]] = {}
         self._responses: list[tuple[float, float]] = []
-        self._at = self._looked_at = 0.0
+        self._at: float | None = None
+        """Of the event before; None = there was none."""
+        self._busy: dict[WorkerId, bool] = {}
+        """Replicas -> whether something generates there."""
         self._present = (0.0, 0.0, 0.0)
-        """Whether the trainer trains, share of the replicas that generate, complete groups."""
-        self._trainer_s = self._replicas_s = self._buffered_s = 0.0
+        """Since that event: whether the trainer runs, share of busy replicas, complete groups in the buffer."""
+        self._trainer_s = self._buffered_s = 0.0
+        self.replicas_s = 0.0
+        """Seconds in which something generated, mean of the replicas."""
 
     @property
     def num_steps(self) -> int:
@@ -78,7 +82,8 @@ class Meter:
 
     def observe(self, core: Core, event: AnyEvent, actions: list[AnyAction]) -> None:
         """One event and what the core answered."""
-        self._pass(core)
+        self._pass_time(core)
+        self._look(core, event, actions)
         for action in actions:
             if isinstance(action, StartTrainStep):
                 self._note_batch(core, action)
@@ -89,19 +94,29 @@ class Meter:
         if isinstance(event, StepFinished) and core.state.trainer.step == event.step:
             self._mark(core, event)
 
-    def _pass(self, core: Core) -> None:
-        """The time since the event before, and what holds from now on."""
-        state = core.state
-        past, self._at = state.at - self._at, state.at
+    def _pass_time(self, core: Core) -> None:
+        """Everything was as the event before left it."""
+        past = core.state.at - self._at if self._at is not None else 0.0
         trainer, replicas, buffered = self._present
         self._trainer_s += past * trainer
-        self._replicas_s += past * replicas
+        self.replicas_s += past * replicas
         self._buffered_s += past * buffered
-        if state.at >= self._looked_at + SAMPLE_S:
-            self._looked_at = state.at
-            busy = sum(replica.num_generating > 0 for replica in state.replicas.values())
-            replicas = busy / max(1, len(state.replicas))
-        self._present = float(state.trainer.running > 0), replicas, float(len(state.buffer))
+        self._at = core.state.at
+
+    def _look(self, core: Core, event: AnyEvent, actions: list[AnyAction]) -> None:
+        """A report, of which most events are, changes replicas that it or an action names; any other event may change all."""
+        state = core.state
+        if isinstance(event, ReplicaReported):
+            for worker in [event.worker, *(action.worker for action in actions if hasattr(action, "worker"))]:
+                replica = state.replicas.get(worker)
+                if replica is None:
+                    self._busy.pop(worker, None)
+                else:
+                    self._busy[worker] = replica.num_generating > 0
+        else:
+            self._busy = {worker: replica.num_generating > 0 for worker, replica in state.replicas.items()}
+        share = sum(self._busy.values()) / max(1, len(self._busy))
+        self._present = float(state.trainer.running > 0), share, float(len(state.buffer))
 
     def _note_batch(self, core: Core, action: StartTrainStep) -> None:
         state = core.state
@@ -115,7 +130,7 @@ class Meter:
         while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()  # done again after a restore
         dropped = sum(state.ledger.trajectories.dropped.values())
-        totals = self._trainer_s, self._replicas_s, self._buffered_s
+        totals = self._trainer_s, self.replicas_s, self._buffered_s
         self._marks.append(
             _Mark(event.step, state.at, state.ledger.tokens.total, state.repack.num_moves, dropped, *totals)
         )

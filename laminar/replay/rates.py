@@ -35,12 +35,22 @@ class Fault(NamedTuple):
     """Until it was back; 0 = it was not."""
 
 
+class Response(NamedTuple):
+    """A trajectory as it was generated."""
+
+    seed: int
+    """Of its sampling."""
+    num_tokens: int
+    reward_s: float
+    """From its end to its reward."""
+
+
 class Interval(NamedTuple):
     """Between two reports of a replica that generates."""
 
     seconds: float
     steps: float
-    """Decode steps: new tokens per running request."""
+    """Decode steps: a request that ran all the time made a token in each; else, new tokens per running request."""
     tokens: float
     kv_steps: float
     """Steps × KV tokens in use."""
@@ -49,9 +59,12 @@ class Interval(NamedTuple):
 class _Since:
     """Of a replica that generates: what it reported since it last told the lengths of all that it generates."""
 
-    def __init__(self, began: float, at: float, running: int, kv_tokens: int) -> None:
-        self.began, self._at, self._running, self._kv_tokens = began, at, running, kv_tokens
+    def __init__(self, event: events.ReplicaReported, lengths: dict[int, int]) -> None:
+        """`lengths` of what it generates, by trajectory, as this report tells them."""
+        self.began = self._at = event.at
+        self._running, self._kv_tokens, self._lengths = event.num_running, event.kv_tokens, lengths
         self.tokens = 0
+        """New ones."""
         self.running_s = self.kv_s = 0.0
         """Requests, and KV tokens, times seconds."""
 
@@ -63,6 +76,15 @@ class _Since:
         self.tokens += new
         self._at, self._running, self._kv_tokens = event.at, event.num_running, event.kv_tokens
 
+    def interval(self, lengths: dict[int, int]) -> Interval | None:
+        """Until the last report, which tells these lengths; None = nothing was generated."""
+        seconds = self._at - self.began
+        if not (seconds > 0.0 and self.running_s > 0.0 and self.tokens):
+            return None
+        most = max((lengths[t] - begun for t, begun in self._lengths.items() if t in lengths), default=0)
+        steps = most if most > 0 else self.tokens * seconds / self.running_s
+        return Interval(seconds, steps, self.tokens, steps * self.kv_s / seconds)
+
 
 class Rates:
     """Fed with every event of a recorded life, after the core has handled it."""
@@ -73,11 +95,9 @@ class Rates:
         self.replicas: dict[WorkerId, events.ReplicaJoined] = {}
         """The fleet as it was when the first group began, or the first that joined."""
         self.faults: list[Fault] = []
-        self.lengths: dict[tuple[int, int], int] = {}
-        """(number of the group within the run, sibling) -> response tokens."""
+        self.responses: dict[tuple[int, int], Response] = {}
+        """By (number of the group within the run, sibling)."""
         self.prompt_tokens: list[int] = []
-        self.rewards_s: list[float] = []
-        """From a response's end to its reward."""
         self.away_s = 0.0
         """How long no controller listened."""
         self.num_relays_lost = 0
@@ -86,7 +106,8 @@ class Rates:
         self._flushes_s: list[float] = []
         self._since: dict[WorkerId, _Since] = {}
         self._known: dict[TrajectoryId, int] = {}
-        self._finished: dict[TrajectoryId, float] = {}
+        self._finished: dict[TrajectoryId, tuple[float, tuple[int, int]]] = {}
+        """When they did, and where they are in `responses`."""
         self._trained: list[tuple[float, int]] = []
         self._running: tuple[float, int] | None = None
         self._free_at = 0.0
@@ -142,53 +163,42 @@ class Rates:
     # ---- rollouts ----------------------------------------------------------------------------------------------
 
     def _on_report(self, core: Core, event: events.ReplicaReported) -> None:
-        new, told = self._take_lengths(core, event)
+        new, lengths = self._take_lengths(core, event)
         since = self._since.get(event.worker)
         evaluates = any(e.worker == event.worker and not e.done for e in core.state.evaluations)
         if not event.num_running or evaluates or event.worker in self._pulling:
             self._since.pop(event.worker, None)
-        elif since is None:
-            self._begin(event, told)
-        else:
-            since.add(event, new)
-            self._close(since, event, told)
-
-    def _begin(self, event: events.ReplicaReported, told: int) -> None:
-        """Where the lengths of (nearly) all that it generates are known."""
-        if told >= NEARLY_ALL * event.num_running:
-            self._since[event.worker] = _Since(event.at, event.at, event.num_running, event.kv_tokens)
-
-    def _close(self, since: "_Since", event: events.ReplicaReported, told: int) -> None:
-        if told < NEARLY_ALL * event.num_running:
             return
-        seconds = event.at - since.began
-        if seconds > 0.0 and since.running_s > 0.0 and since.tokens:
-            running = since.running_s / seconds
-            steps = since.tokens / running
-            self._intervals.append(Interval(seconds, steps, since.tokens, steps * since.kv_s / seconds))
-            self._flushes_s.append(seconds)
-        self._begin(event, told)
+        if since is not None:
+            since.add(event, new)
+        if len(lengths) >= NEARLY_ALL * event.num_running:  # those of (nearly) all that it generates are known
+            if since is not None and (interval := since.interval(lengths)):
+                self._intervals.append(interval)
+                self._flushes_s.append(interval.seconds)
+            self._since[event.worker] = _Since(event, lengths)
 
-    def _take_lengths(self, core: Core, event: events.ReplicaReported) -> tuple[int, int]:
-        """Response tokens that this report brought, and of how many trajectories that go on it told the length."""
+    def _take_lengths(self, core: Core, event: events.ReplicaReported) -> tuple[int, dict[int, int]]:
+        """Response tokens that this report brought, and the lengths of trajectories that go on that it told."""
         found = dict(zip(array("q", event.trajectories), array("i", event.num_tokens), strict=True))
         for done in event.finished:
             found[done.trajectory] = done.num_tokens
-            self._finished[done.trajectory] = event.at
             self.prompt_tokens.append(done.num_prompt_tokens)
             record = core.state.trajectories.get(done.trajectory)
             if record is not None:
-                number = record.group & ((1 << BOOT_SHIFT) - 1)
-                self.lengths[number, record.sibling] = done.num_tokens
+                place = record.group & ((1 << BOOT_SHIFT) - 1), record.sibling
+                self.responses[place] = Response(record.seed, done.num_tokens, 0.0)
+                self._finished[done.trajectory] = event.at, place
         for rewarded in event.rewarded:
             if rewarded.trajectory in self._finished:
-                self.rewards_s.append(event.at - self._finished.pop(rewarded.trajectory))
+                finished, place = self._finished.pop(rewarded.trajectory)
+                self.responses[place] = self.responses[place]._replace(reward_s=event.at - finished)
         new = sum(max(0, length - self._known.get(TrajectoryId(t), 0)) for t, length in found.items())
         for trajectory, length in found.items():
             self._known[TrajectoryId(trajectory)] = max(length, self._known.get(TrajectoryId(trajectory), 0))
         for done in event.finished:
             self._known.pop(done.trajectory, None)
-        return new, len(found) - len(event.finished)
+            found.pop(done.trajectory, None)
+        return new, found
 
     def _on_joined(self, core: Core, event: events.ReplicaJoined) -> None:
         if not self.began:

@@ -3,44 +3,34 @@
     recorded life ──► rates ──► as it was ──► how far the simulation is from the run (calibration)
                            └──► changed   ──► what the change does, as far as the simulation can tell
 
-As it was, each trajectory has its recorded length: groups are numbered and drawn in the same order. What the run had not generated
-has lengths drawn from those that it had.
+What the simulated machines cost and generate: `laminar.replay.model`.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import msgspec
-
 from laminar import samplers
-from laminar.core import actions, events
+from laminar.core import events
 from laminar.core.amend import FIFO
 from laminar.core.groups import SAMPLING_STREAM
 from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
-from laminar.errors import LaminarError
 from laminar.ids import WorkerId, derive_seeds, make_id
+from laminar.replay import model
 from laminar.replay.changes import Changes
 from laminar.replay.meter import STEPS_MIN, Figures, Meter
+from laminar.replay.model import NotSimulated
 from laminar.replay.playback import Playback
-from laminar.replay.rates import Fault, Rates
+from laminar.replay.rates import Fault, Rates, Response
 from laminar.replay.recording import Life, Recording
-from laminar.sim.decode import DecodeModel
 from laminar.sim.measure import Measures
-from laminar.sim.measured import Costs, MeasuredCluster, measured
-from laminar.sim.workload import Draw, Workload
+from laminar.sim.measured import Costs
 from laminar.sim.world import SimulationError, World
 
 FLUSHES_MAX = 100_000  # reports of a whole simulated run; more often than recorded they never come
 TIMES_LONGER_MAX = 20.0  # than the recorded run; one that takes longer is told as far as it came
-FLUSHES_PER_TIMEOUT = 3  # tokens are heard of once a flush, which must not be taken for a hang
 BACK_S = 60.0  # of what the recorded run had not back when it ended
-
-
-class WhatIfError(LaminarError):
-    """The recorded run cannot be simulated."""
 
 
 class Comparison(NamedTuple):
@@ -73,7 +63,7 @@ class Recorded(NamedTuple):
 
 
 def whatif(recording: Recording, changes: Changes, life: Life | None = None) -> Comparison:
-    """Of one life, the last by default. Raises ConfigError for changes that cannot work, WhatIfError, TooShort, RecordingError or
+    """Of one life, the last by default. Raises ConfigError for changes that cannot work, NotSimulated, TooShort, RecordingError or
     ReplayError for a run that cannot be simulated."""
     recorded = record(recording, life)
     again = simulated(recorded, Changes())
@@ -87,12 +77,8 @@ def record(recording: Recording, life: Life | None = None) -> Recorded:
     for step in playback.steps():
         rates.observe(playback.core, step.event, step.actions)
         meter.observe(playback.core, step.event, step.actions)
-    core, costs, real = playback.core, rates.costs(), meter.figures()
-    if costs is None or not rates.replicas:
-        raise WhatIfError(
-            f"{recording.path}: no replica reported tokens while it generated, or no train step was seen whole: the speed of its "
-            "machines is not known"
-        )
+    core, real = playback.core, meter.figures()
+    costs = model.costs_of(rates, recording.path)
     seconds = core.state.at - rates.began
     ended = core.state.trainer.step >= core.settings.steps
     left_out = [text for text in (recording.left_out, *playback.not_replayed()) if text]
@@ -100,15 +86,18 @@ def record(recording: Recording, life: Life | None = None) -> Recorded:
 
 
 def simulated(recorded: Recorded, changes: Changes) -> Figures:
-    """What the run comes to with these changes. Raises ConfigError, WhatIfError, TooShort."""
-    world = _world(recorded, changes)
+    """What the run comes to with these changes. Raises ConfigError, NotSimulated, TooShort."""
+    world, meter = _world(recorded, changes), Meter()
+    world.observe = meter.observe
     limit_s = TIMES_LONGER_MAX * recorded.seconds
     try:
-        world.run(until=lambda: world.now > limit_s or world.meter.num_steps >= recorded.num_steps)
+        world.run(until=lambda: world.now > limit_s or meter.num_steps >= recorded.num_steps)
     except SimulationError as error:
-        raise WhatIfError(f"the simulated run broke: {error}") from error
-    if world.meter.num_steps < STEPS_MIN:
-        raise WhatIfError(
+        raise NotSimulated(f"the simulated run broke: {error}") from error
+    finally:
+        world.close()
+    if meter.num_steps < STEPS_MIN:
+        raise NotSimulated(
             f"the simulated run came to train step {world.core.state.trainer.step} only"
             + (
                 f": {world.core.state.finished}"
@@ -116,118 +105,41 @@ def simulated(recorded: Recorded, changes: Changes) -> Figures:
                 else f" within {limit_s:.0f} s of its time"
             )
         )
-    return world.meter.figures(recorded.num_steps)
+    return meter.figures(recorded.num_steps)
 
 
-class _MeteredWorld(World):
-    """A world whose events are measured as those of the recorded run were."""
-
-    meter: Meter
-
-    def _handle(self, event: events.AnyEvent) -> list[actions.AnyAction]:
-        done = super()._handle(event)
-        self.meter.observe(self.core, event, done)
-        return done
-
-
-def _world(recorded: Recorded, changes: Changes) -> _MeteredWorld:
+def _world(recorded: Recorded, changes: Changes) -> World:
     rates, sampler = recorded.rates, _sampler(changes)
     num_replicas = changes.replicas or len(rates.replicas)
     flush_s = max(rates.flush_s, recorded.seconds * num_replicas / FLUSHES_MAX)
-    settings = _settings(recorded, changes, flush_s, sampler)
-    world = _MeteredWorld(
+    settings = model.settings_of(changes.applied(recorded.settings), flush_s, custom_sampler=sampler is not None)
+    world = World(
         settings=settings,
-        cluster=_cluster(recorded, changes, num_replicas),
-        workload=_workload(recorded, settings),
+        cluster=model.cluster_of(rates, recorded.costs, changes, num_replicas),
+        workload=model.workload_of(rates, _seeds(recorded, settings.group_size)),
         measures=Measures(warmup=1),
         flush_s=flush_s,
         sample_s=TIMES_LONGER_MAX * recorded.seconds + 1.0,
         sampler=sampler,
         stop_after=0 if recorded.ended else recorded.num_steps,
     )
-    world.meter = Meter()
     world.training.checkpoint_s = rates.checkpoint_s
     _arm(world, rates.faults if changes.faults else [], list(rates.replicas))
     return world
-
-
-def _settings(recorded: Recorded, changes: Changes, flush_s: float, sampler: Sampler | None) -> Settings:
-    settings = msgspec.structs.replace(
-        recorded.settings,
-        num_prompts=max(1, recorded.settings.num_prompts),
-        evaluate=False,
-        custom_sampler=sampler is not None,
-        stall_after_s=0.0,
-        pinned=False,
-    )
-    settings = changes.applied(settings)
-    patience_s = settings.progress_timeout_s and max(settings.progress_timeout_s, FLUSHES_PER_TIMEOUT * flush_s)
-    return msgspec.structs.replace(settings, progress_timeout_s=patience_s)
 
 
 def _sampler(changes: Changes) -> Sampler | None:
     return samplers.load(changes.sampler, "buffer.sampler") if changes.sampler not in ("", FIFO) else None
 
 
-def _cluster(recorded: Recorded, changes: Changes, num_replicas: int) -> MeasuredCluster:
-    costs, joined = recorded.costs, list(recorded.rates.replicas.values())
-    decode, slower = costs.decode, 1.0 / changes.rollout_speed
-    trains = 1.0 / changes.trainer_speed
-    costs = replace(
-        costs,
-        decode=DecodeModel(
-            weights_s=decode.weights_s * slower,
-            kv_s=decode.kv_s * slower,
-            flops_s=decode.flops_s * slower,
-            overhead_s=decode.overhead_s * slower,
-        ),
-        step_s=costs.step_s * trains,
-        token_s=costs.token_s * trains,
-    )
-    hosts = max(1, len({event.host for event in joined}))
-    return measured(
-        costs,
-        replicas=num_replicas,
-        hosts=max(1, round(hosts * num_replicas / len(joined))),
-        num_requests_max=joined[0].num_requests_max,
-        kv_tokens_max=joined[0].kv_tokens_max,
-        memory_bound=joined[0].num_requests_memory_bound,
-    )
-
-
-# ---- lengths -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedWorkload(Workload):
-    """Each trajectory's own recorded length; others are drawn."""
-
-    by_seed: dict[int, int] = field(default_factory=dict, repr=False)
-    """Sampling seed of the simulated trajectory -> response tokens of the recorded one."""
-
-    def draw(self, seed: int, step: int) -> Draw:
-        """As in the recorded run, if that had it."""
-        length = self.by_seed.get(seed)
-        return Draw(length) if length is not None else super().draw(seed, step)
-
-
-def _workload(recorded: Recorded, settings: Settings) -> RecordedWorkload:
-    rates = recorded.rates
-    lengths = sorted(length for length in rates.lengths.values() if length > 0)
-    by_seed: dict[int, int] = {}
-    for (number, sibling), length in rates.lengths.items():
-        if sibling < settings.group_size and length > 0:
-            seeds = derive_seeds(settings.seed, SAMPLING_STREAM, make_id(1, number), num=sibling + 1)
-            by_seed[seeds[sibling]] = length
-    prompts = rates.prompt_tokens or [1]
-    return RecordedWorkload(
-        name="recorded",
-        lengths=tuple(lengths),
-        median=float(lengths[len(lengths) // 2]),
-        tokens_max=lengths[-1],
-        prompt_tokens=max(1, round(sum(prompts) / len(prompts))),
-        by_seed=by_seed,
-    )
+def _seeds(recorded: Recorded, group_size: int) -> dict[int, Response]:
+    """Sampling seeds of a run of the same seed from its beginning -> the recorded responses of the same groups and siblings."""
+    found = {}
+    for (number, sibling), response in recorded.rates.responses.items():
+        if sibling < group_size:
+            seeds = derive_seeds(recorded.settings.seed, SAMPLING_STREAM, make_id(1, number), num=sibling + 1)
+            found[seeds[sibling]] = response
+    return found
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
@@ -273,11 +185,9 @@ def _next_name(world: World) -> WorkerId:
 
 def _notes(recorded: Recorded, changes: Changes) -> list[str]:
     rates, settings = recorded.rates, recorded.settings
-    rewards_s = sum(rates.rewards_s) / len(rates.rewards_s) if rates.rewards_s else 0.0
     notes = [
         (settings.custom_sampler and not changes.sampler, "batches were chosen by a custom sampler; simulated is FIFO, or "
          "what buffer.sampler=REF names (every reward is 1 there)"),
-        (rewards_s > 0.05 * recorded.real.step_s, f"rewards took {rewards_s:.2f} s on average; simulated they take none"),
         (settings.pinned, "trajectories were agent programs; simulated is their generation alone, without tools"),
         (rates.away_s > 0.0, f"no controller listened for {rates.away_s:.0f} s; simulated it always does"),
         (rates.num_relays_lost > 0, f"{rates.num_relays_lost} relays were lost; simulated none is"),

@@ -111,6 +111,10 @@ class Cluster:
         """Rollout hosts, one relay each."""
         return math.ceil(self.num_replicas / self.replicas_per_host)
 
+    def host_of(self, replica: int) -> str:
+        """Name of the host on which a replica with this number is."""
+        return f"rollout-host-{replica // self.replicas_per_host}"
+
     @property
     def replicas_per_host(self) -> int:
         """Replicas that share a host."""

@@ -36,8 +36,8 @@ from laminar.core import events
 from laminar.core.engine import Core
 from laminar.errors import ConfigError
 from laminar.ids import WorkerId, derive_seed
+from laminar.sim.engine import Engine
 from laminar.sim.relay_faults import RELAY_FAULTS, RelayFaults
-from laminar.sim.rollouts import Engine
 from laminar.sim.world import SimulationError, World
 
 FAULT_STREAM = 77  # keeps the faults' chance apart from the core's and the workload's

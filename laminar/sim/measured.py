@@ -39,6 +39,13 @@ class MeasuredCluster(Cluster):
     """Capacity of one replica."""
     memory_bound: int
     """B of its GPU; 0 = unknown."""
+    host_names: tuple[str, ...] = ()
+    """As they are in the recorded run; none = those of the simulator."""
+
+    def host_of(self, replica: int) -> str:
+        if not self.host_names:
+            return super().host_of(replica)
+        return self.host_names[min(replica // self.replicas_per_host, len(self.host_names) - 1)]
 
     @property
     def num_replicas(self) -> int:
@@ -80,7 +87,14 @@ class MeasuredCluster(Cluster):
 
 
 def measured(
-    costs: Costs, *, replicas: int, hosts: int, num_requests_max: int, kv_tokens_max: int, memory_bound: int
+    costs: Costs,
+    *,
+    replicas: int,
+    hosts: int,
+    num_requests_max: int,
+    kv_tokens_max: int,
+    memory_bound: int,
+    host_names: tuple[str, ...] = (),
 ) -> MeasuredCluster:
     """GPUs and model only give it a name and a version's size."""
     model = Model(
@@ -90,5 +104,5 @@ def measured(
     return MeasuredCluster(
         hardware=HARDWARE["H800"], model=model, train_gpus=1, rollout_gpus=replicas, num_requests_max=num_requests_max,
         decode=costs.decode, costs=costs, replicas=replicas, hosts=hosts, kv_tokens=kv_tokens_max,
-        memory_bound=memory_bound,
+        memory_bound=memory_bound, host_names=host_names,
     )  # fmt: skip

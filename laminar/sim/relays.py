@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laminar.core import actions, events, relays
+from laminar.core import actions, events, relays, versions
 from laminar.ids import Version, WorkerId
 from laminar.sim.cluster import chain_s
 
@@ -86,6 +86,18 @@ class Relays:
         for index in range(self.world.cluster.num_hosts + 1):
             self.join(WorkerId(f"relay-{index}"), 1)
 
+    def begin_midway(self) -> None:
+        """Relays hold what the core's state says, and go on to receive what they lack."""
+        state = self.world.core.state
+        self._epoch = state.chain.epoch
+        self._publications = {record.version: number for number, record in enumerate(state.versions)}
+        for relay in state.relays.values():
+            self.daemons[relay.id] = Daemon(
+                worker=relay.id, incarnation=relay.incarnation, held=list(relay.held), retained=list(relay.retained),
+                deltas=dict.fromkeys(relay.held[:-SLOTS]),
+            )  # fmt: skip
+        self.world.after(0.0, self._flow)
+
     def join(self, worker: WorkerId, incarnation: int) -> None:
         """A new process with empty slots."""
         index = int(worker.removeprefix("relay-"))
@@ -149,7 +161,12 @@ class Relays:
 
     def _ready(self, daemon: Daemon, version: Version) -> events.AnyEvent:
         size = int(self.world.cluster.model.weight_bytes)
-        return events.VersionReady(worker=daemon.worker, version=version, digest=f"d{version}", num_bytes=size)
+        return events.VersionReady(worker=daemon.worker, version=version, digest=self._digest(version), num_bytes=size)
+
+    def _digest(self, version: Version) -> str:
+        """What it became known with, if it is."""
+        record = versions.find(self.world.core.state, version)
+        return (record.digest if record else "") or f"d{version}"
 
     def pull_s(self, action: actions.PullWeights) -> float:
         """How long a replica reads its version: out of its relay's slot, which is not recycled meanwhile, or from a checkpoint."""
@@ -296,7 +313,7 @@ class Relays:
         daemon.receiving = None
         if self.daemons.get(daemon.worker) is daemon and daemon.connected:
             self._take_in(daemon, version)
-            self.world.send(events.VersionHeld(worker=daemon.worker, version=version, digest=f"d{version}"))
+            self.world.send(events.VersionHeld(worker=daemon.worker, version=version, digest=self._digest(version)))
             self._flow()
 
     # ---- what relays tell of their links -----------------------------------------------------------------------

@@ -8,37 +8,17 @@ goes on from exactly the tokens that were reported; weights are pulled under no 
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from laminar.core import actions, events, health
 from laminar.ids import TrajectoryId, Version, WorkerId
+from laminar.sim.engine import Engine
 from laminar.sim.replica import Replica
 from laminar.sim.request import NOTHING, Outcome, Request
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
-
-
-@dataclass(kw_only=True)
-class Engine:
-    """A worker process with its engine."""
-
-    replica: Replica
-    incarnation: int
-    connected: bool = True
-    given_up: bool = False
-    """The core counts it as lost while it goes on behind a broken channel."""
-    backlog: list[Callable[[], None]] = field(default_factory=list)
-    """What it has to say while its channel is broken, in order."""
-    unsent: list[Request] = field(default_factory=list)
-    """What ended while its channel is broken."""
-    wake: int = 0
-    """Number of its valid wake-up; older ones in the heap are void."""
-    reported: tuple[int, int, int] = (-1, -1, -1)
-    hung_at: float = 0.0
-    """Since when its engine hangs; 0 = it does not."""
 
 
 class Rollouts:
@@ -54,8 +34,10 @@ class Rollouts:
         self.restart_s = 60.0
         """From a process's end to the join of the one that the launcher starts in its place."""
         self.reward_timeout_s = 30.0
-        self._versions: dict[TrajectoryId, Version] = {}
-        self._attempts: dict[TrajectoryId, int] = {}
+        self.versions: dict[TrajectoryId, Version] = {}
+        """Which generate them."""
+        self.attempts: dict[TrajectoryId, int] = {}
+        """The last that was begun of each."""
         self._num_generated_before = 0
         self.answers: dict[type, Callable[..., None]] = {
             actions.StartGroup: self._on_start_group,
@@ -68,7 +50,12 @@ class Rollouts:
         """All replicas join; flushes begin."""
         for index in range(self.world.cluster.num_replicas):
             self.join(WorkerId(f"rollout-{index}"), 1)
-        self.world.after(self.world.flush_s, self._flush)
+        self.world.after(self.world.flush_s, self.flush)
+
+    def flush(self) -> None:
+        """Every replica tells all lengths, now and at the flush interval."""
+        self.report_kv(lengths=True)
+        self.world.after(self.world.flush_s, self.flush)
 
     def num_generated(self) -> int:
         """Response tokens decoded by all engines so far, also by those that are gone."""
@@ -85,7 +72,7 @@ class Rollouts:
         """A new process with an empty engine."""
         engine = Engine(replica=Replica(self.world.cluster, self.world.now), incarnation=incarnation)
         self.engines[worker] = engine
-        host = f"rollout-host-{int(worker.rpartition('-')[2]) // self.world.cluster.replicas_per_host}"
+        host = self.world.cluster.host_of(int(worker.rpartition("-")[2]))
         self.world.send(
             events.ReplicaJoined(
                 worker=worker,
@@ -180,7 +167,7 @@ class Rollouts:
                 rewarded=[
                     events.RewardedAttempt(trajectory=r.trajectory, attempt=r.attempt, reward=1.0, parts={})
                     for r in finished
-                    if not self._hangs(worker, engine, r)
+                    if not (r.draw.reward_s or self._hangs(worker, engine, r))
                 ],
                 failed=failed,
                 aborted=[events.AbortedAttempt(trajectory=r.trajectory, attempt=r.attempt) for r in outcome.aborted],
@@ -189,11 +176,18 @@ class Rollouts:
                 kv_tokens=replica.kv_tokens,
             )
         )
+        for request in finished:
+            if request.draw.reward_s and not self._hangs(worker, engine, request):
+                self._reward_later(worker, engine, request)
+
+    def _reward_later(self, worker: WorkerId, engine: Engine, request: Request) -> None:
+        rewarded = events.RewardedAttempt(trajectory=request.trajectory, attempt=request.attempt, reward=1.0, parts={})
+        self.world.after(request.draw.reward_s, partial(self.say, worker, engine, rewarded=[rewarded]))
 
     def _store(self, requests: Sequence[Request], num_tokens: list[int]) -> None:
         """The token store has so many tokens of them, unless they go on elsewhere by now."""
         for request, num in zip(requests, num_tokens, strict=True):
-            if self._attempts.get(request.trajectory) == request.attempt:
+            if self.attempts.get(request.trajectory) == request.attempt:
                 self.stored[request.trajectory] = num
 
     def failure(self, request: Request) -> events.FailedAttempt | None:
@@ -212,13 +206,13 @@ class Rollouts:
             failed = events.FailedAttempt(
                 trajectory=request.trajectory, attempt=request.attempt, kind="infra", reason="reward_timeout"
             )
-            self.world.after(self.reward_timeout_s, lambda: self._say(worker, engine, failed=[failed]))
+            self.world.after(self.reward_timeout_s, lambda: self.say(worker, engine, failed=[failed]))
         return hangs
 
-    def _say(self, worker: WorkerId, engine: Engine, **words: Any) -> None:
+    def say(self, worker: WorkerId, engine: Engine, **words: Any) -> None:
         """What a worker reports without its engine, now or when its channel is back."""
         if not engine.connected:
-            engine.backlog.append(lambda: self._say(worker, engine, **words))
+            engine.backlog.append(lambda: self.say(worker, engine, **words))
         elif self.engines.get(worker) is engine:
             empty = array("q").tobytes()
             replica = engine.replica
@@ -264,10 +258,6 @@ class Rollouts:
             )
         )  # fmt: skip
 
-    def _flush(self) -> None:
-        self.report_kv(lengths=True)
-        self.world.after(self.world.flush_s, self._flush)
-
     # ---- what the core asks for --------------------------------------------------------------------------------
 
     def _on_start_group(self, action: actions.StartGroup) -> None:
@@ -295,21 +285,21 @@ class Rollouts:
         assert not is_new or replica.num_generating <= max(replica.num_requests_max, size), f"{replica.id} is overfull"
 
     def _check_start(self, action: actions.StartGroup, start: actions.Start) -> None:
-        before = self._attempts.get(start.trajectory, 0)
+        before = self.attempts.get(start.trajectory, 0)
         assert before or not self.world.training.full, f"{start.trajectory} is drawn while nothing can be written"
         assert start.attempt > before, f"attempt {start.attempt} of {start.trajectory} after {before}"
-        self._attempts[start.trajectory] = start.attempt
+        self.attempts[start.trajectory] = start.attempt
         if start.resume:
             record = self.world.core.state.trajectories[start.trajectory]
             stored = self.stored.get(start.trajectory, 0)
             assert record.num_tokens == stored, f"{start.trajectory}: books {record.num_tokens}, store {stored} tokens"
-            version = self._versions[start.trajectory]
+            version = self.versions[start.trajectory]
             assert start.score_only or version == action.version, (
                 f"{start.trajectory} mixes {version}, {action.version}"
             )
         else:
             self.stored[start.trajectory] = 0
-            self._versions[start.trajectory] = action.version
+            self.versions[start.trajectory] = action.version
 
     def _request(self, action: actions.StartGroup, start: actions.Start, shared: bool) -> Request:
         """Siblings that begin together compute their prompt once (prefix cache)."""
@@ -330,10 +320,8 @@ class Rollouts:
 
     def _rescore(self, worker: WorkerId, engine: Engine, request: Request) -> None:
         """The tokens are complete, only the reward is missing: the worker answers without its engine."""
-        if self._hangs(worker, engine, request):
-            return
-        rewarded = events.RewardedAttempt(trajectory=request.trajectory, attempt=request.attempt, reward=1.0, parts={})
-        self.world.after(0.0, lambda: self._say(worker, engine, rewarded=[rewarded]))
+        if not self._hangs(worker, engine, request):
+            self._reward_later(worker, engine, request)
 
     def _on_abort_attempts(self, action: actions.AbortAttempts) -> None:
         """What the core has voided ends at once; what is to move goes on until the source has taken notice."""
@@ -385,7 +373,7 @@ class Rollouts:
     def _on_forget_tokens(self, action: actions.ForgetTokens) -> None:
         for trajectory in action.trajectories:
             self.stored.pop(trajectory, None)
-            self._versions.pop(trajectory, None)
+            self.versions.pop(trajectory, None)
 
     def stop(self, worker: WorkerId, incarnation: int, lost: bool) -> None:
         """It is to end. If the core has given it up, the launcher starts another in its place."""

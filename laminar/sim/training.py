@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laminar.core import actions, events, versions
+from laminar.core import actions, events, groups, training, versions
 from laminar.ids import GroupId, TrajectoryId, WorkerId
 from laminar.sim import queues
 from laminar.sim.measure import Iteration
@@ -49,6 +49,36 @@ class Training:
             actions.RecordTrajectories: self._on_record_trajectories,
         }
 
+    def begin_midway(self) -> None:
+        """What the core's state says is under way goes on, as if it had begun when it did."""
+        state, trainer = self.world.core.state, self.world.core.state.trainer
+        known = [*trainer.ranks.items(), *state.fenced.items()]
+        self.incarnation = 1 + max([number for worker, number in known if worker.startswith("trainer-")], default=0)
+        self.checkpoint, self._measured = max(0, trainer.checkpoint), trainer.step
+        for step in state.steps.values():
+            members = groups.members(state, step.groups)
+            self._rows[step.step] = [trajectory.id for trajectory in members]
+            if step.done:
+                self._trained |= {trajectory.id: (step.step, step.attempt) for trajectory in members}
+        if not trainer.ready:
+            self.start()
+            return
+        for record in [record for record in state.versions[-1:] if record.deadline]:
+            began = record.deadline - self.world.core.settings.publish_timeout_s
+            if record.written:
+                self._at(self.world.now, self.world.relays.publication(record.version))
+            else:
+                self._publish(actions.PublishVersion(cause=0, version=record.version), began)
+        if trainer.running:
+            step = state.steps[trainer.running]
+            rows = [training.row(trajectory) for trajectory in groups.members(state, step.groups)]
+            self._begin_step(
+                actions.StartTrainStep(cause=0, step=step.step, attempt=step.attempt, rows=rows),
+                max(self.free_at, trainer.running_since),
+            )
+        if trainer.saving >= 0:
+            self._save(actions.SaveCheckpoint(cause=0, step=trainer.saving, data_state=b""), trainer.saving_since)
+
     def updates(self) -> list[Iteration]:
         """Those made, and the one that is being made, as it will have ended if the trainer lives (`num_generated` is 0)."""
         coming = [
@@ -82,8 +112,10 @@ class Training:
         self.world.at(moment, lambda: happen() if incarnation == self.incarnation else None)
 
     def _on_publish_version(self, action: actions.PublishVersion) -> None:
+        self._publish(action, max(self.free_at, self.world.now))
+
+    def _publish(self, action: actions.PublishVersion, begin: float) -> None:
         stall_s = self.world.cluster.publish_stall_s()
-        begin = max(self.free_at, self.world.now)
         self.free_at = begin + stall_s
         self.world.measures.queue.busy.append((begin, self.free_at))
         hangs, lost = self.world.intercept("publish_hang", action), self.world.intercept("version_lost", action)
@@ -108,9 +140,11 @@ class Training:
         assert not self.full, f"step {action.step} begins on a full disk"
         rows = [row.trajectory for row in action.rows]
         assert rows == self._rows.setdefault(action.step, rows), f"step {action.step} is redone from other rows"
+        self._begin_step(action, max(self.free_at, self.world.now))
+
+    def _begin_step(self, action: actions.StartTrainStep, begin: float) -> None:
         num_tokens = sum(row.num_prompt_tokens + row.num_tokens for row in action.rows)
         self._batch_tokens[action.step] = num_tokens
-        begin = max(self.free_at, self.world.now)
         self.free_at = begin + self.world.cluster.train_s(num_tokens)
         self.world.measures.queue.busy.append((begin, self.free_at))
         self._at(self.free_at, lambda: self._finish_step(action))
@@ -135,8 +169,10 @@ class Training:
 
     def _on_save_checkpoint(self, action: actions.SaveCheckpoint) -> None:
         assert not self.full, f"a checkpoint of step {action.step} begins on a full disk"
+        self._save(action, max(self.free_at, self.world.now) if self.checkpoint_s else self.world.now)
+
+    def _save(self, action: actions.SaveCheckpoint, began: float) -> None:
         fails = self.world.intercept("checkpoint_failed", action)
-        began = max(self.free_at, self.world.now) if self.checkpoint_s else self.world.now
         self._at(began + self.checkpoint_s, lambda: self._finish_checkpoint(action.step, fails or self.full))
 
     def _finish_checkpoint(self, step: int, failed: bool) -> None:

@@ -41,6 +41,8 @@ class Draw(msgspec.Struct, frozen=True):
     num_tokens: int
     """Response tokens in all, the environment's included."""
     pauses: tuple[Pause, ...] = ()
+    reward_s: float = 0.0
+    """From its last token to its reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,11 @@ class Workload:
             return _log_normal(seed, median, self.tokens_max, self.calls_max, self.call_tokens, self.call_latency_s)
         observed = self.lengths[int(_chance(seed) * len(self.lengths))] * scale
         return _draw(seed, observed, self.tokens_max, self.calls_max, self.call_tokens, self.call_latency_s)
+
+    def rest(self, seed: int, step: int, num_tokens: int) -> Draw:
+        """As `draw`, of a response that has so many tokens already and goes on, or ends at once."""
+        draw = self.draw(seed, step)
+        return draw if draw.num_tokens >= num_tokens else Draw(num_tokens, reward_s=draw.reward_s)
 
     def mean_tokens(self, step: int = 0, num: int = 20_000) -> float:
         """Mean response tokens, from `num` quantiles of the distribution."""

@@ -23,7 +23,7 @@ from laminar.core.sampling import Sampler
 from laminar.core.settings import Settings
 from laminar.ids import WorkerId
 from laminar.samplers import Samplers
-from laminar.sim import samples
+from laminar.sim import midway, samples
 from laminar.sim.cluster import Cluster
 from laminar.sim.measure import Measures
 from laminar.sim.relays import TRAINER_HOST, Relays
@@ -57,17 +57,21 @@ class World:
         traced: bool = False,
         stop_after: int = 0,
         check_every: int = CHECK_ALL_EVERY,
+        core: Core | None = None,
     ) -> None:
-        self.core = Core(settings)
+        """`core`: one that is in the midst of a run, which goes on from there; `settings` count for a run from its beginning."""
+        self.core = core or Core(settings)
         self.cluster, self.workload, self.measures = cluster, workload, measures
         self.flush_s, self.sample_s = flush_s, sample_s
         self._configured_flush_s = flush_s
         self.samplers = Samplers(sampler)
         self.check_every, self.stop_after = check_every, stop_after
         """The operator stops the run after so many steps, so that none of them sees its end coming; 0 = never."""
-        self.now = 0.0
+        self.now = self.core.state.at
         self.intercept: Callable[[str, Any], bool] = lambda kind, subject: False
         """The faults' door: called before an answer or outcome; True = it does not happen as planned."""
+        self.observe: Callable[[Core, events.AnyEvent, list[actions.AnyAction]], None] = lambda core, event, done: None
+        """Shown every event, and what the core answered, before that is acted on."""
         self.trace = hashlib.sha256() if traced else None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -122,8 +126,13 @@ class World:
 
     def end(self) -> None:
         """The run is over: bring everything up to date, and check it once more."""
+        self.close()
         self.rollouts.catch_up()
         self._checked(invariants.check, self.core.state)
+
+    def close(self) -> None:
+        """It is not gone on with: no thread is left."""
+        self.samplers.close()
 
     def _check_moves(self) -> None:
         """A run in which no token, trajectory, step or version has come since the last look, long ago, can go no further, unless
@@ -150,6 +159,10 @@ class World:
     def begin(self) -> None:
         """The first events: relays, trainer, replicas."""
         self._begun = True
+        if self.core.state.started:
+            self._checked(midway.begin, self)
+            samples.begin(self)
+            return
         self.send(events.RunStarted(boot=1))
         self.relays.begin()
         self.send(
@@ -171,11 +184,12 @@ class World:
         state = self.core.state
         stamped = msgspec.structs.replace(event, seq=state.seq + 1, at=self.now)
         done = self._checked(self._handle, stamped)
+        self.observe(self.core, stamped, done)
         if self.trace is not None:
             self.trace.update(msgspec.msgpack.encode(done))
         for action in done:
             self._answers[type(action)](action)
-        self._set_timer()
+        self.set_timer()
 
     def _handle(self, event: events.AnyEvent) -> list[actions.AnyAction]:
         done = self.core.handle(event)
@@ -198,7 +212,8 @@ class World:
         if replica is not None:
             assert 0 <= replica.num_generating <= len(replica.attempts), f"{replica.id}: {replica.num_generating}"
 
-    def _set_timer(self) -> None:
+    def set_timer(self) -> None:
+        """See to it that the core's next timer fires."""
         deadline = self.core.next_deadline()
         if deadline is not None and deadline != self._timer_at:
             self._timer_at = deadline
@@ -215,8 +230,9 @@ class World:
     def _on_start_worker(self, action: actions.StartWorker) -> None:
         if action.worker == LAUNCH:
             self.training.start()
-        else:
+        elif action.worker in self.core.state.relay_hosts.values():
             self.relays.start(action.worker)
+        # a replica's launcher starts it by itself
 
     def _on_stop_worker(self, action: actions.StopWorker) -> None:
         self.relays.stop(action.worker, action.incarnation)

@@ -211,8 +211,8 @@ COMMANDS = (
         usage="sampler fifo | PKG.MOD:CLASS | FILE.py:CLASS",
         summary="let another sampler choose the batches from now on",
         arguments=(1, 1),
-        only=("live",),
-        elsewhere="a simulation has the one of its option --sampler",
+        only=("live", "sim"),
+        elsewhere="`whatif sampler …` says what it would do from here on",
         examples=(
             ("sampler mine.py:MySampler", "loaded anew, in the background"),
             ("sampler fifo", "the built-in one"),
@@ -270,14 +270,16 @@ COMMANDS = (
         summary="carry a change out on a copy, simulate both forward, and compare",
         arguments=(1, 16),
         elsewhere="attach by the run's directory, whose log it is made of",
-        takes="set drain join",
+        takes="set sampler drain join",
         examples=(
             ("whatif set repack.interval_s=2 for 600", "the next ten minutes with more frequent checks"),
             ("whatif set rollout.refresh_policy=continuous buffer.max_ready_groups=64 for 3 steps", "another policy"),
+            ("whatif sampler mine.py:MySampler for 3 steps", "another sampler; every simulated reward is 1"),
             ("whatif drain r3", "one replica less"),
             ("whatif join", "one more"),
         ),
-        details="Simulated: CHANGE is any command of `Change`, from here on. Live and recorded: the whole run is simulated again, "
-        "with the rates in its log, as it was and as if it had begun with other settings: only `set`. The run is never changed.",
+        details="CHANGE is any command of `Change`. Both copies begin in the state of now. Of a live or recorded run they go on "
+        "with the rates fitted from its log and without further faults, and what the log has of that time is beside them. "
+        "The run is never changed. A whole run, as if it had begun otherwise: `python -m laminar.replay RUN --whatif KEY=VALUE`.",
     ),
 )

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import msgspec
 
+from laminar.console.answers import Answer
 from laminar.console.commands import COMMANDS
 from laminar.console.language import Language, UsageError, split
 from laminar.console.place import Reply
-from laminar.console.targets import refit
-from laminar.console.view import Target
+from laminar.console.targets import futures
+from laminar.console.targets.futures import WorldTrack
+from laminar.console.view import Target, View
 from laminar.controller import asking, rundir
 from laminar.controller.asking import Address
 from laminar.errors import ConfigError
+from laminar.replay import forecast
+from laminar.replay.playback import Playback
 from laminar.replay.recording import Recording
 
 RUNS = Path("runs")
@@ -36,7 +40,7 @@ class Live:
             if not command.arguments[0] <= len(words) - 1 <= command.arguments[1]:
                 raise UsageError(f"usage: {command.usage}; `help whatif` has examples")
             with Recording(self._address.run.path) as recording:
-                return msgspec.structs.replace(self.look(), answer=refit.answer(recording, words[1:]))
+                return msgspec.structs.replace(self.look(), answer=_whatif(recording, words[1:]))
         return self._reply("POST", msgspec.json.encode({"line": line}))
 
     def _is_whatif(self, word: str) -> bool:
@@ -61,6 +65,16 @@ class Live:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _whatif(recording: Recording, words: list[str]) -> Answer:
+    """From the last event that the log has. Raises LaminarError."""
+    playback = Playback(recording)
+    first = playback.next_event
+    fitted, began = forecast.fit(playback), first.at if first else 0.0
+    core = playback.core
+    view = View(core, target="live", now=core.state.at, began=began)
+    return futures.whatif(view, words, lambda: WorldTrack(forecast.world(core, fitted), began))
 
 
 def opened(run: Path | None, url: str | None) -> Live:

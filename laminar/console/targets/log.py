@@ -6,14 +6,17 @@ The run may be going on: what is logged meanwhile can be stepped through too.
 from collections.abc import Mapping
 from pathlib import Path
 
-from laminar.console.answers import Answer
+from laminar.console.answers import Answer, Cell
 from laminar.console.commands import COMMANDS
 from laminar.console.language import Function, Language
 from laminar.console.place import Reply, reply
-from laminar.console.stepping import Stepper
-from laminar.console.targets import refit
+from laminar.console.stepping import Stepper, Until
+from laminar.console.targets import compare, futures
+from laminar.console.targets.futures import WorldTrack
 from laminar.console.view import Target, View
 from laminar.core.engine import Core
+from laminar.replay import forecast
+from laminar.replay.forecast import Fit
 from laminar.replay.playback import Playback
 from laminar.replay.recording import Life, Recording
 
@@ -65,11 +68,37 @@ class Recorded:
         self._playback = Playback(recording, life)
         self._track = RecordedTrack(self._playback)
         self.title = recording.path.parent.name
+        self._fitted: tuple[int, Fit] | None = None
+        """With the last event that it is made of."""
         self._language = Language(COMMANDS, self._functions())
 
     def _functions(self) -> Mapping[str, Function]:
-        whatif = {"whatif": lambda view, words: refit.answer(self._recording, words, self._playback.life)}
-        return {**Stepper(self._track, self.kind).functions(), **whatif}
+        return {**Stepper(self._track, self.kind).functions(), "whatif": self._whatif}
+
+    def _whatif(self, view: View, words: list[str]) -> Answer:
+        """Rates are those of the whole log; beside the simulated futures is the recorded one."""
+        last = self._playback.last_seq
+        if self._fitted is None or self._fitted[0] != last:
+            self._fitted = last, forecast.fit(Playback(self._recording, self._playback.life))
+        fitted = self._fitted[1]
+
+        def copy() -> WorldTrack:
+            return WorldTrack(forecast.world(self.core, fitted), began=self._track.began)
+
+        return futures.whatif(view, words, copy, self._recorded)
+
+    def _recorded(self, until: Until) -> dict[str, Cell]:
+        """What happened from here on; it is here again afterwards."""
+        seq, tally = self._playback.seq, compare.Tally(self.core)
+        before = tally.mark(self.core)
+        try:
+            for step in self._playback.steps():
+                tally.observe(self.core, step.event, step.actions)
+                if until.is_reached(self.core, self._track.now):
+                    break
+            return compare.between(before, tally.mark(self.core))
+        finally:
+            self._playback.seek(seq)
 
     @property
     def core(self) -> Core:

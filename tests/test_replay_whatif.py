@@ -22,7 +22,6 @@ from laminar.replay.playback import Playback
 from laminar.replay.rates import fitted
 from laminar.replay.recording import Recording
 from laminar.replay.whatif import Comparison, Recorded, record, simulated, whatif
-from laminar.sim.decode import decode_model
 from laminar.sim.faults import FaultPlan, inject
 from laminar.sim.measure import Measures
 from laminar.sim.scenario import Scenario
@@ -110,7 +109,7 @@ def test_a_run_simulated_as_it_was_comes_to_what_it_came_to(recorded: Recorded) 
 
 def test_costs_that_are_known_are_found_in_the_log(recorded: Recorded) -> None:
     cluster = Scenario(**SMALL).cluster()
-    known, found = decode_model(cluster), recorded.costs
+    known, found = cluster.decode_model, recorded.costs
     assert found.decode.overhead_s == pytest.approx(known.weights_s + known.overhead_s, rel=0.01)
     assert found.step_s + 1000 * found.token_s == pytest.approx(cluster.train_s(1000), rel=0.01)
     assert found.pull_s == pytest.approx(cluster.pull_s())

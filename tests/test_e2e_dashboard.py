@@ -187,6 +187,9 @@ PLOT = (
     "import('/static/vendor/uPlot.esm.js').then((module) => { window.plot = module.default.sync('steps').plots[0]; })"
 )
 
+POINT_AT_TRAINER = """(() => { const axis = document.querySelector('.lanes-axis'), box = axis.getBoundingClientRect();
+  axis.dispatchEvent(new PointerEvent('pointermove', { clientX: box.right - 110, clientY: box.top + 40 })); })()"""
+
 
 async def test_what_somebody_looks_at_stays_while_the_run_goes_on(tmp_path: Path) -> None:
     world = World(tmp_path, steps=20)
@@ -207,6 +210,8 @@ async def test_what_somebody_looks_at_stays_while_the_run_goes_on(tmp_path: Path
         await page.until("plot.data[0].length === 5")
         assert await page.ask("[plot.scales.x.min, plot.scales.x.max]") == [2, 3]
         assert "and more of it" in await page.text("#journal")
+        await page.ask(POINT_AT_TRAINER)
+        await page.until("/trainer (step 5 for|idle at)/.test(document.querySelector('.tip').innerText)")
         await page.click("#curves-tools button:nth-child(2)")
         await page.until("plot.data[1][4] === 2")
         assert page.console == []

@@ -190,6 +190,8 @@ def test_lanes_of_earlier_times_are_read_from_the_spans_and_moves_of_the_databas
     assert begin <= 1100.0
     assert 1299.0 <= end <= 1302.0
     assert records.moves(1100.0, 1300.0) == [(1250.0, "r1", "r0", 2)]
+    assert records.trains(1100.0, 1300.0) == [(1190.0, 1200.5, "s1")]
+    assert records.trains(1100.0, 1150.0) == []
     assert records.lanes(5000.0, 5001.0) == records.lanes(1.0, 2.0) == {}
 
 

@@ -6,7 +6,7 @@ from core_world import Driver, settings
 from test_core_moves import check, tailing
 
 from laminar.controller.web import lanes as lanes_module
-from laminar.controller.web.lanes import Activity, Kept, Lanes, Mark, Move
+from laminar.controller.web.lanes import Activity, Kept, Lanes, Mark, Move, Train
 from laminar.core import actions, events
 from laminar.ids import Version, WorkerId
 
@@ -120,3 +120,21 @@ def test_no_more_lanes_than_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     world.start("r0", "r1")
     assert world.lanes.names == ["r0"]
     world.complete_all("r1")
+
+
+def test_the_trainers_steps_are_kept_also_one_that_ends_with_its_trainer() -> None:
+    world = World()
+    world.start("r0")
+    lanes = world.lanes
+    world.complete_all("r0")
+    began = world.core.state.trainer.running_since
+    world.step_done()
+    assert lanes.trains.since(0, 9)[1] == [Train(began, world.at, "s1")]
+    world.ready(Version(1, 0))
+    while not world.core.state.trainer.running:
+        if world.core.state.replicas[WorkerId("r0")].target:
+            world.refreshed("r0")
+        world.complete_all("r0")
+    world.lost("trainer-0/0")
+    assert [train.text for train in lanes.trains.since(0, 9)[1]] == ["s1", "s2"]
+    assert lanes.trains.since(1, 9)[1][0].end == world.at

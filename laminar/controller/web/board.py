@@ -64,8 +64,8 @@ class Board:
         self._samples_of: tuple[int, ...] = ()
         """What the section `samples` was made of."""
         self._logs: dict[str, Kept[Any]] = {
-            "segments": lanes.segments, "moves": lanes.moves, "marks": lanes.marks, "journal": journal.entries,
-            "routine": journal.routine, "steps": self.steps,
+            "segments": lanes.segments, "moves": lanes.moves, "marks": lanes.marks, "trains": lanes.trains,
+            "journal": journal.entries, "routine": journal.routine, "steps": self.steps,
         }  # fmt: skip
         self.put("metric_names", CURVES)
         self.put("age_edges_s", sections.AGE_EDGES_S)

@@ -66,9 +66,10 @@ class Detail:
         try:
             lanes = await self._read(lambda: self._records.lanes(begin, end))
             moves = await self._read(lambda: self._records.moves(begin, end))
+            trains = await self._read(lambda: self._records.trains(begin, end))
         except sqlite3.Error as error:
             return _unreadable(error)
-        return _answer({"lanes": lanes, "moves": moves})
+        return _answer({"lanes": lanes, "moves": moves, "trains": trains})
 
     # ---- replica -------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
     rollout-0  │ v6 generating ▒ v6 draining │pull│ v7 generating …
     rollout-1  │ v7 generating ……… ╲ move
     rollout-2  │ v6 draining   ……… ╱
+    trainer      s6 │ s7 │   │ s8 …
 
 A segment is closed when the replica's activity or version changes. That is noticed at once for whoever reports, at the next
 `look` for the others; a pull that nobody saw begin is as long as the replica says that it took.
@@ -75,6 +76,14 @@ class Mark(NamedTuple):
     text: str
 
 
+class Train(NamedTuple):
+    """The trainer worked on a step: `text` is its name."""
+
+    start: float
+    end: float
+    text: str
+
+
 class Kept(Generic[Row]):
     """Rows with running numbers, of which the oldest are dropped."""
 
@@ -130,6 +139,9 @@ class Lanes:
         self.segments: Kept[Segment] = Kept(SEGMENTS_MAX)
         self.moves: Kept[Move] = Kept(MOVES_MAX)
         self.marks: Kept[Mark] = Kept(MARKS_MAX)
+        self.trains: Kept[Train] = Kept(MARKS_MAX)
+        self._training = (0, 0.0)
+        """Step that the trainer works on, 0 = none, and since when."""
         self._lane_of: dict[WorkerId, int] = {}
 
     def lane(self, worker: WorkerId) -> int | None:
@@ -140,6 +152,7 @@ class Lanes:
 
     def observe(self, core: Core, event: events.AnyEvent) -> None:
         """After the core took an event."""
+        self._look_at_trainer(core, event.at)
         if isinstance(event, events.ReplicaReported):
             self._look_at(core, event.worker)
         elif isinstance(event, events.ReplicaRefreshed):
@@ -174,6 +187,15 @@ class Lanes:
         self.segments.forget(lambda row: row.end < now - KEPT_S)
         self.moves.forget(lambda row: row.at < now - KEPT_S)
         self.marks.forget(lambda row: row.at < now - KEPT_S)
+        self.trains.forget(lambda row: row.end < now - KEPT_S)
+
+    def _look_at_trainer(self, core: Core, at: float) -> None:
+        present = core.state.trainer.running, core.state.trainer.running_since
+        if present != self._training:
+            step, since = self._training
+            if step:
+                self.trains.add(Train(_ms(since), _ms(at), f"s{step}"))
+            self._training = present
 
     def _look_at(self, core: Core, worker: WorkerId) -> None:
         activity, version = _present(core, worker)

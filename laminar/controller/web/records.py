@@ -102,6 +102,15 @@ class Records:
                 (begin, end, MOVES_MAX),
             ).fetchall()
 
+    def trains(self, begin: float, end: float) -> list[tuple[float, float, str]]:
+        """(start, end, step) of the train steps from one moment to another."""
+        with self._opened() as database:
+            first, last = _first_row(database, begin), _first_row(database, end + SPAN_S_MAX)
+            return database.execute(
+                "SELECT start, end, version FROM spans WHERE rowid >= ? AND rowid < ? AND kind = 'train' AND end > ? AND start < ?",
+                (first, last, begin, end),
+            ).fetchall()
+
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
         deadline = time.monotonic() + PATIENCE_S

@@ -16,6 +16,7 @@ const LEGEND = [
   ["suspect, quarantined", "key-warn"],
   ["dead", "key-bad"],
   ["trajectories move", "key-arc"],
+  ["trainer at a step", "key-step"],
 ];
 
 export class Lanes {
@@ -39,10 +40,12 @@ export class Lanes {
     });
     plot.addEventListener("keydown", (event) => this.key(event));
     plot.addEventListener("blur", () => this.choose(null));
+    this.canvas.axis.addEventListener("pointermove", (event) => this.pointAtTrainer(event));
+    this.canvas.axis.addEventListener("pointerleave", () => this.choose(null));
     this.box = el("div", { class: "lanes-box" }, plot);
     this.moved = el("p", { class: "aside" });
     by("lanes").append(this.empty, this.canvas.axis, this.box, this.tip, this.told, legend(), this.moved);
-    this.past = null; // what is shown of earlier times: { until, segments, moves }
+    this.past = null; // what is shown of earlier times: { until, segments, trains, moves }
     this.when = el("span", { class: "aside", role: "status" });
     const earlier = el("button", { type: "button", click: () => this.go(-1) }, "earlier");
     this.later = el("button", { type: "button", click: () => this.go(1) }, "later");
@@ -85,6 +88,7 @@ export class Lanes {
     this.past = {
       until,
       segments: lanes.map((name) => past.lanes[name] ?? []),
+      trains: past.trains,
       moves: past.moves.map(([at, source, destination, num]) => [at, lanes.indexOf(source), lanes.indexOf(destination), num]).filter(([, source, destination]) => source >= 0 && destination >= 0),
     };
     this.later.hidden = this.live.hidden = false;
@@ -118,17 +122,31 @@ export class Lanes {
     this.choose(lane, this.canvas.timeAt(event.offsetX), event);
   }
 
+  /** What the trainer did then. */
+  pointAtTrainer(event) {
+    const at = this.canvas.timeAt(event.offsetX);
+    if (at === null) return this.choose(null);
+    const train = this.canvas.trainAt(at);
+    const words = train ? `step ${train[2].slice(1)} for ${duration(train[1] - train[0])}, from ${clock(train[0])}` : `idle at ${clock(at)}`;
+    this.tell([el("b", {}, "trainer"), ` ${words}`], event);
+  }
+
   choose(lane, at = null, event = null) {
     if (lane !== this.chosen) {
       this.chosen = lane;
       this.draw();
     }
-    this.tip.hidden = lane === null;
-    if (lane === null) return;
-    this.tip.replaceChildren(...this.describeAt(lane, at));
+    if (lane === null) this.tip.hidden = true;
+    else this.tell(this.describeAt(lane, at), event, this.canvas.topOf(lane));
+  }
+
+  /** Words where the pointer is; without one, beside what begins at `top`. */
+  tell(words, event, top = 0) {
+    this.tip.hidden = false;
+    this.tip.replaceChildren(...words);
     const box = by("lanes").getBoundingClientRect();
     const x = event ? event.clientX - box.left : this.canvas.left;
-    const y = event ? event.clientY - box.top : this.canvas.topOf(lane) - this.box.scrollTop + this.box.offsetTop;
+    const y = event ? event.clientY - box.top : top - this.box.scrollTop + this.box.offsetTop;
     this.tip.style.left = `${Math.min(x + 14, box.width - this.tip.offsetWidth - 4)}px`;
     this.tip.style.top = `${y + 16}px`;
   }

@@ -4,7 +4,9 @@ import { clock } from "./format.js";
 import { DEAD, DRAINING, EVALUATING, GENERATING, GONE, IDLE, QUARANTINED, STARTING, SUSPECT, SYNCING } from "./model.js";
 import { colour, versionColour } from "./theme.js";
 
-const AXIS_HEIGHT = 34;
+const AXIS_HEIGHT = 50;
+const MARKS_TOP = 18, MARKS_BOTTOM = 34; // when versions became ready
+const TRAINER_TOP = 37, TRAINER_HEIGHT = 8; // when the trainer worked
 const LANE_MAX = 30, LANE_MIN = 3, PLOT_HEIGHT = 560;
 const LABEL_MIN = 11; // lanes at least so high have their name beside them
 const ARCS_MAX = 400; // newest; more would be a blot
@@ -74,19 +76,43 @@ export class LanesCanvas {
     context.textAlign = "left";
     if (!this.past) text(context, "generating, KV", right + 12, 12, colour("muted"));
     this.drawMarks(context);
+    this.drawTrainer(context);
+  }
+
+  /** Steps that the trainer worked on, the present one with them: what is empty it was idle. */
+  trains() {
+    if (this.past) return this.past.trains;
+    const { trainer } = this.model.sections.progress;
+    return trainer.step ? [...this.model.trains, [trainer.since, this.until, `s${trainer.step}`]] : this.model.trains;
+  }
+
+  trainAt(at) {
+    return this.trains().findLast(([start, end]) => start <= at && at < end);
+  }
+
+  drawTrainer(context) {
+    const shown = this.trains().filter(([start, end]) => end > this.from && start < this.until);
+    const boxes = shown.map(([start, end]) => {
+      const begin = Math.max(this.left, this.x(start));
+      return [begin, TRAINER_TOP, Math.max(0.5, Math.min(this.right, this.x(end)) - begin - 1), TRAINER_HEIGHT];
+    });
+    fill(context, colour("line"), [[this.left, TRAINER_TOP + TRAINER_HEIGHT / 2, this.right - this.left, 1]]);
+    fill(context, colour("muted"), boxes);
+    context.textAlign = "right";
+    text(context, "trainer", this.left - 10, TRAINER_TOP + TRAINER_HEIGHT, colour("muted"));
   }
 
   /** When versions became ready, as far as there is room to say so. */
   drawMarks(context) {
     const shown = this.model.marks.filter(([at, kind]) => at >= this.from && at <= this.until && (kind === "version" || kind === "lost"));
     for (const [at, kind, what] of shown) {
-      fill(context, kind === "lost" ? colour("bad") : versionColour(what), [[Math.round(this.x(at)), 18, 2, AXIS_HEIGHT - 18]]);
+      fill(context, kind === "lost" ? colour("bad") : versionColour(what), [[Math.round(this.x(at)), MARKS_TOP, 2, MARKS_BOTTOM - MARKS_TOP]]);
     }
     let free = this.left;
     for (const [at, kind, what] of shown) {
       const x = Math.round(this.x(at)), wide = context.measureText(what).width;
       if (x < free || kind === "lost" || x + wide > this.right) continue;
-      fill(context, colour("paper"), [[x + 2, 18, wide + 6, AXIS_HEIGHT - 18]]); // over the marks that have no room for a word
+      fill(context, colour("paper"), [[x + 2, MARKS_TOP, wide + 6, MARKS_BOTTOM - MARKS_TOP]]); // over the marks that have no room for a word
       text(context, what, x + 5, 30, colour("ink"));
       free = x + 16 + wide;
     }

@@ -24,6 +24,7 @@ export class Model {
     this.segments = []; // by lane: [start, end, activity, version] …
     this.moves = []; // [at, source, destination, num] …
     this.marks = []; // [at, kind, text] …
+    this.trains = []; // [start, end, step] …
     this.journal = []; // [at, kind, text, subjects, because] …
     this.routine = []; // the same of what every step brings
     this.steps = []; // [step, values] …
@@ -65,6 +66,11 @@ export class Model {
   add_marks(rows) {
     this.marks.push(...rows);
     drop(this.marks, (mark) => mark[0] < this.at - KEPT_S);
+  }
+
+  add_trains(rows) {
+    this.trains.push(...rows);
+    drop(this.trains, (train) => train[1] < this.at - KEPT_S);
   }
 
   add_journal(rows) {

@@ -8,6 +8,7 @@
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import sqlite3
@@ -75,7 +76,8 @@ def main() -> int:
     path = options.run / "run.db" if options.run.is_dir() else options.run
     if not path.is_file():
         parser.error(f"{path} does not exist: name a run's directory")
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
+    uri = f"{path.absolute().as_uri()}?mode=rw"  # nothing is written; the last one to close removes the write-ahead log
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
         figures = {
             "overlap": overlap(database),
             "different_versions": different_versions(database),

@@ -215,6 +215,18 @@ async def test_a_stop_before_anything_joined_ends_the_run_cleanly(
     world.check_nothing_is_left(application)
 
 
+async def test_one_signal_that_comes_twice_is_one_stop(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    application = world.application()
+
+    def stop() -> None:
+        application._on_signal("SIGTERM")
+        application._on_signal("SIGTERM")  # the second of a person would end this process
+
+    assert await run(application, stop) == 0
+    assert capsys.readouterr().out.count("finishing the step and saving a checkpoint") == 1
+    world.check_nothing_is_left(application)
+
+
 async def test_the_reader_of_the_output_may_leave(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     application = world.application()
     reader, writer = os.pipe()

@@ -34,6 +34,22 @@ def test_rewards_that_only_time_out_end_the_run_long_before_every_group_has_been
     assert "the reward function hangs" in driver.core.state.stopping
 
 
+def test_rewards_that_only_end_their_process_end_the_run_long_before_all_retries_are_spent():
+    driver = Driver(settings(group_size=4, local_batch_groups=8, buffer_groups_max=8, num_retries=3))
+    driver.start("r0")
+    here = driver.generating("r0")
+    driver.report("r0", {t: 2 for t in here}, finish=here)
+    driver.report("r0", fail={t: ("infra", "reward_not_started") for t in here})
+    assert not driver.core.state.stopping, "that may pass"
+    driver.report("r0", fail={t: ("infra", "reward_crash") for t in here[:15]})
+    assert not driver.core.state.stopping
+    driver.report("r0", fail={here[15]: ("infra", "reward_crash")})
+    assert (
+        "16 rewards in a row ended their process and none came: the reward function crashes"
+        in driver.core.state.stopping
+    )
+
+
 def test_siblings_start_together_on_one_replica_under_one_version():
     driver = started(group_size=3)
     starts = driver.all(actions.StartGroup)

@@ -171,6 +171,7 @@ async def test_a_score_that_kills_its_child_fails_alone(make_pool: Any, how: str
     score = await make_pool()
     results = await asyncio.gather(score("length a"), score(how), *(score("length abc") for _ in range(20)))
     assert (results[1].kind, results[1].reason) == ("infra", "reward_crash")
+    assert results[1].detail.startswith("the reward function ended its process")
     assert [result.reward for result in (results[0], *results[2:])] == [1.0] + [3.0] * 20
 
 
@@ -216,7 +217,7 @@ async def test_scores_that_wait_at_stop_end_as_failures(tmp_path: Path) -> None:
     await asyncio.sleep(0)
     await pool.stop()
     async with asyncio.timeout(10):
-        assert {(await score).reason for score in waiting} == {"reward_crash"}
+        assert {(await score).reason for score in waiting} == {"reward_not_started"}
     await pool.stop()
 
 
@@ -269,6 +270,7 @@ def test_values_are_judged_by_type_and_finiteness() -> None:
     assert judge(1, True).reward == 1.0
     assert judge(1, {"reward": 2, "score": 1}).parts == {"score": 1.0}
     assert judge(1, {"format": 1.0}).reason == "reward_error"
+    assert "where 'x' is no finite number; expected is" in judge(1, {"score": 1, "x": "abc"}).detail
     assert {judge(1, value).reason for value in (math.inf, b"1", [1.0], {"score": 1, "x": math.nan})} == {"reward_nan"}
 
 

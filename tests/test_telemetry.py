@@ -176,6 +176,7 @@ async def test_the_answer_of_an_old_attempt_and_a_second_answer_are_not_written(
     world.step_done()
     world.step_done()
     assert len(world.telemetry.history) == len(world.lines()) == 1
+    assert world.telemetry.observe(events.StepFinished(step=5, attempt=1)) is None
 
 
 async def test_a_step_that_a_restored_trainer_does_again_is_written_again(world: World) -> None:

@@ -35,6 +35,7 @@ from laminar.workers.relay import paths
 
 REFRESH_S = 0.25  # of the live panel
 LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
+TWICE_S = 0.2  # `timeout`, service managers and terminals may deliver one signal both to a process and to its group
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 
@@ -47,7 +48,7 @@ class Application:
         self._history: recovery.History | None = None
         self._damaged: dict[Path, str] = {}
         self._data_state = b""
-        self._began, self._interrupts = time.monotonic(), 0
+        self._began, self._interrupted_at = time.monotonic(), 0.0
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -209,8 +210,10 @@ class Application:
         return recovery.snapshot(parts.runtime.core, parts.channels, parts.effects)
 
     def _on_signal(self, name: str) -> None:
-        self._interrupts += 1
-        if self._interrupts == 1:
+        before, self._interrupted_at = self._interrupted_at, time.monotonic()
+        if before and self._interrupted_at < before + TWICE_S:
+            return
+        if not before:
             self._parts.display.say(f"{name}: finishing the step and saving a checkpoint; once more to stop at once")
             self._parts.runtime.post(events.StopRequested(reason=f"stopped by {name}"))
             return

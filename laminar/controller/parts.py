@@ -33,7 +33,7 @@ from laminar.controller.server import Server
 from laminar.controller.status import status_of
 from laminar.controller.telemetry import Telemetry
 from laminar.controller.tokens import TokenStore
-from laminar.controller.watches import Watches
+from laminar.controller.watches import LearningSignal, Watches
 from laminar.controller.web.dashboard import Dashboard
 from laminar.core import actions, events
 from laminar.core.engine import Core
@@ -91,6 +91,7 @@ class Parts:
         seen = self.runtime, self.telemetry, given.prompts, self.tokens.rows
         self.dashboard = Dashboard.of_run(run, config, *seen)
         self.watches = Watches(run, self.runtime, self.channels, log, self.alarm, self.display.say)
+        self.signal = LearningSignal(self.alarm)
         on_stalled, wanted = self.watches.writer("archive"), config.log.archive == "parquet"
         self.archive = Archive(run.archive, run.database, self.tokens, on_stalled, wanted=wanted)
         self.effects = Effects(
@@ -161,10 +162,11 @@ class Parts:
         self.effects.perform(action)
 
     def _observe(self, event: events.AnyEvent) -> None:
-        self.telemetry.observe(event)
+        metrics = self.telemetry.observe(event)
         self.dashboard.observe(event)
-        if isinstance(event, events.StepFinished):
+        if metrics is not None:
             self.display.on_step()
+            self.signal.on_step(metrics)
         elif isinstance(event, events.CheckpointSaved):
             self.effects.on_checkpoint_saved(event.step)
         elif isinstance(event, events.RelayJoined):

@@ -124,22 +124,21 @@ def _ledger_line(name: str, verb: str, account: Account) -> str:
 
 
 def _next_steps(run: Path, state: State) -> list[str]:
-    path = shlex.quote(str(run))
+    path = _typed(run)
     more = f" run.steps={2 * state.trainer.step}" if state.finished == "completed" else ""
-    resume = f"{_python()} -m laminar.controller --resume {path}{more}"
+    resume = f"{_typed(Path(sys.executable))} -m laminar.controller --resume {path}{more}"
     if not checkpoints.complete(run / "checkpoints"):
         resume = "not possible: the run ended before its first checkpoint"
-    lines = [f"run directory      {run}", f"resume             {resume}"]
+    lines = [f"run directory      {path}", f"resume             {resume}"]
     if not state.trainer.step:
         return lines
     return [
         *lines,
-        f"look               {_python()} scripts/asynchrony.py {path}",
+        f"look               {_typed(Path(sys.executable))} scripts/asynchrony.py {path}",
         f"                   sqlite3 {path}/run.db 'SELECT step, value FROM metrics WHERE name = \"reward/mean\"'",
     ]
 
 
-def _python() -> str:
-    """This interpreter as it can be typed here."""
-    here = Path(sys.executable)
-    return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
+def _typed(path: Path) -> str:
+    """As it can be typed here."""
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

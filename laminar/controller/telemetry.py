@@ -174,20 +174,21 @@ class Telemetry:
 
     # ---- per step ------------------------------------------------------------------------------------------
 
-    def observe(self, event: events.AnyEvent) -> None:
-        """Called after the core took an event."""
+    def observe(self, event: events.AnyEvent) -> dict[str, float] | None:
+        """Called after the core took an event. The metrics of the step, if it ended one: answers of old attempts do not."""
         self._observe_stall(event.at)
         if event.at >= self._leveled + LEVELS_S:
             self._write_levels(event.at)
         if isinstance(event, events.ReplicaReported):
             self._moves.on_report(event)
         if not isinstance(event, events.StepFinished):
-            return
+            return None
         step = self._runtime.core.state.steps.get(event.step)
         done = step is not None and step.done and step.attempt == event.attempt
-        if done and self._last != (event.step, event.attempt):
-            self._last = event.step, event.attempt
-            self._finish_step(event)
+        if not done or self._last == (event.step, event.attempt):
+            return None
+        self._last = event.step, event.attempt
+        return self._finish_step(event)
 
     def _write_levels(self, at: float) -> None:
         """How full everything is."""
@@ -211,7 +212,7 @@ class Telemetry:
             self._window.stalled_s += at - self._stalled_since
             self._stalled_since = 0.0
 
-    def _finish_step(self, event: events.StepFinished) -> None:
+    def _finish_step(self, event: events.StepFinished) -> dict[str, float]:
         state = self._runtime.core.state
         members = [
             state.trajectories[t] for group in state.steps[event.step].groups for t in state.groups[group].trajectories
@@ -224,6 +225,7 @@ class Telemetry:
         for name, value in metrics.items():
             self._log.write("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", (event.step, name, value))
         self._window = Window(started=event.at, agents=dict.fromkeys(self._window.agents, 0))
+        return metrics
 
     def _of_batch(self, members: list[Trajectory]) -> dict[str, float]:
         branches = self._runtime.core.state.branches

@@ -1,6 +1,6 @@
-"""What watches a run from beside its core: obstacles, the event loop, and who waits for whom when nothing happens."""
+"""What watches a run from beside its core: obstacles, its event loop, who waits for whom when nothing happens, useless steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from laminar.controller.channels import Channels
@@ -11,6 +11,27 @@ from laminar.controller.rundir import RunDirectory
 from laminar.controller.runtime import Runtime
 from laminar.controller.whystalled import WhyStalled
 from laminar.core import events
+
+NO_SIGNAL_STEPS = 3  # one batch may have only easy prompts; so many in a row are a reward that says nothing
+
+
+class LearningSignal:
+    """`alarm(name, text)` is called once when steps in a row had nothing to learn from."""
+
+    def __init__(self, alarm: Callable[[str, str], None]) -> None:
+        self._alarm, self._num_without = alarm, 0
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """The figures of a step that has ended."""
+        has_signal = metrics.get("advantage/zero_fraction", 0.0) < 1.0
+        self._num_without = 0 if has_signal else self._num_without + 1
+        if self._num_without == NO_SIGNAL_STEPS:
+            text = (
+                f"in {NO_SIGNAL_STEPS} steps in a row all answers to a prompt had the same reward, for every prompt (mean "
+                f"{metrics['reward/mean']:.3f}): GRPO learns nothing from them; look at task.reward, and whether all prompts are "
+                "too easy or too hard"
+            )
+            self._alarm("no-learning-signal", text)
 
 
 class Watches:

@@ -19,9 +19,8 @@ from laminar.ids import GroupId, TrajectoryId, derive_seeds, make_id
 
 SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
 
-TIMEOUTS_IN_ROW_MAX = (
-    8  # each has been tried twice for `task.reward_timeout_s`; a hanging reward is no accident by then
-)
+REWARDS_LOST_MAX = {"reward_timeout": 8, "reward_crash": 16}
+"""In a row. Each was tried twice, in a process of its own: no accident. Half as many of those that cost `task.reward_timeout_s`."""
 
 OPEN_STATES = (TrajectoryState.QUEUED, TrajectoryState.GENERATING, TrajectoryState.REWARDING)
 
@@ -162,7 +161,7 @@ def _reward(turn: Turn, replica: Replica, rewarded: RewardedAttempt) -> None:
     if trajectory is None or trajectory.state != TrajectoryState.REWARDING:
         return
     del replica.attempts[trajectory.id]
-    turn.state.num_timeouts_in_row = 0
+    turn.state.num_rewards_lost_in_row = 0
     trajectory.state = TrajectoryState.DONE
     trajectory.worker = None
     trajectory.reward, trajectory.reward_parts = rewarded.reward, rewarded.parts
@@ -176,11 +175,11 @@ def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
         return
     _leave(turn, replica, trajectory)
     trajectory.num_failures += 1
+    if failed.reason in REWARDS_LOST_MAX:
+        _count_lost_reward(turn, failed.reason)
     if failed.kind == "infra" and trajectory.num_failures <= turn.settings.num_retries:
         queue_again(turn, trajectory, failed.reason)
         return
-    if failed.reason == "reward_timeout":
-        _count_timeout(turn)
     trajectory.state = TrajectoryState.FAILED
     trajectory.worker = None
     trajectory.failure = failed.reason
@@ -355,12 +354,14 @@ def _complete(turn: Turn, group: Group) -> None:
     turn.tell(f"complete with {len(remaining)} siblings", story.group(group.id))
 
 
-def _count_timeout(turn: Turn) -> None:
-    """A reward that always hangs costs its time limit each time: say so early."""
-    turn.state.num_timeouts_in_row += 1
-    if turn.state.num_timeouts_in_row >= TIMEOUTS_IN_ROW_MAX:
+def _count_lost_reward(turn: Turn, reason: str) -> None:
+    """A reward function that always hangs or ends its process would be tried for very long: say so early."""
+    turn.state.num_rewards_lost_in_row += 1
+    if turn.state.num_rewards_lost_in_row >= REWARDS_LOST_MAX[reason]:
+        what = "timed out" if reason == "reward_timeout" else "ended their process"
+        why = "hangs" if reason == "reward_timeout" else "crashes"
         turn.fail(
-            f"{turn.state.num_timeouts_in_row} rewards in a row timed out and none came: the reward function hangs"
+            f"{turn.state.num_rewards_lost_in_row} rewards in a row {what} and none came: the reward function {why}"
         )
 
 

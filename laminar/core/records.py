@@ -364,8 +364,8 @@ class State(msgspec.Struct, kw_only=True):
     stop_by: float = 0.0
     """A stopped run waits for the disk until then; 0 = it has not had to."""
     num_drops_in_row: int = 0
-    num_timeouts_in_row: int = 0
-    """Rewards that timed out since the last one that came."""
+    num_rewards_lost_in_row: int = 0
+    """Rewards that timed out or ended their process since the last one that came."""
     sampler_state: bytes = b""
     sampler_request: SamplerRequest | None = None
     sampler_answer: list[GroupId] = []

@@ -142,8 +142,11 @@ def judge(number: int, value: Any) -> Answer:
             return Answer(number, 0.0, {}, "reward_error", f'the dict has no "reward" or "score", only: {keys}')
         total = to_float(value[key])
         parts = {str(name): to_float(part) for name, part in value.items() if name != key}
-    if not all(map(math.isfinite, [total, *parts.values()])):
-        return Answer(number, 0.0, {}, "reward_nan", f"the reward function returned {value!r:.200}; {EXPECTED}")
+    wrong = [repr(name) for name, part in parts.items() if not math.isfinite(part)]
+    if wrong or not math.isfinite(total):
+        where = f", where {', '.join(wrong)} is no finite number" if wrong else ""
+        detail = f"the reward function returned {value!r:.200}{where}; {EXPECTED}"
+        return Answer(number, 0.0, {}, "reward_nan", detail)
     return Answer(number, total, parts)
 
 

@@ -29,6 +29,7 @@ log = structlog.get_logger("laminar.rewards")
 IN_FLIGHT_MAX = 64  # per child: enough that a pipe round trip costs nothing, few enough to keep children even
 RESTART_DELAY_S = 0.5
 RESTARTS_FAILED_MAX = 3  # in a row; from then on scores fail at once until a child starts again
+_INFRA = ("reward_crash", "reward_not_started")
 Z_99 = 2.3263478740408408  # 99th percentile of the standard normal distribution
 
 
@@ -45,7 +46,7 @@ class RewardFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     reason: str
-    """``reward_error``, ``reward_nan``, ``reward_timeout`` (data); ``reward_crash`` (infra)."""
+    """``reward_error``, ``reward_nan``, ``reward_timeout`` (data); ``reward_crash``, ``reward_not_started`` (infra)."""
     detail: str = ""
 
 
@@ -87,12 +88,12 @@ class RewardPool:
             await asyncio.sleep(delay_s)
         answer = await future
         if answer.reason:
-            kind = "infra" if answer.reason == "reward_crash" else "data"  # a timeout has had its second try here
+            kind = "infra" if answer.reason in _INFRA else "data"  # a timeout has had its second try here
             return RewardFailure(kind=kind, reason=answer.reason, detail=answer.detail)
         return Reward(reward=answer.reward, parts=answer.parts, reward_s=time.monotonic() - began)
 
     async def stop(self) -> None:
-        """Kill the children; scores that still wait end as `reward_crash`. Safe to call twice."""
+        """Kill the children; scores that still wait end as `reward_not_started`. Safe to call twice."""
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
@@ -150,7 +151,7 @@ class RewardPool:
             if job.number not in culprits:
                 innocent.append(job)
             elif job.strike:
-                detail = f"twice: {job.strike}, then {reason} (limit {self._task.reward_timeout_s:g} s)"
+                detail = f"the reward function {self._says(job.strike)} and, tried once more, {self._says(reason)}"
                 self._resolve(job, Answer(job.number, 0.0, {}, reason, detail))
             else:
                 job.strike = reason
@@ -159,6 +160,10 @@ class RewardPool:
             log.warning("reward_process_died", reason=reason, culprits=len(culprits), asked_again=len(innocent))
         self._queue.extendleft(reversed(innocent))
         self._dispatch()
+
+    def _says(self, reason: str) -> str:
+        late = f"took longer than task.reward_timeout_s = {self._task.reward_timeout_s:g} s"
+        return late if reason == "reward_timeout" else "ended its process (what it printed is in the worker's log)"
 
     # ---- jobs ----------------------------------------------------------------------------------------------
 
@@ -192,6 +197,6 @@ class RewardPool:
 
     def _fail_queued(self, detail: str) -> None:
         for job in [*self._suspects, *self._queue]:
-            self._resolve(job, Answer(job.number, 0.0, {}, "reward_crash", detail))
+            self._resolve(job, Answer(job.number, 0.0, {}, "reward_not_started", detail))
         self._suspects.clear()
         self._queue.clear()

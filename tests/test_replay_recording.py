@@ -249,6 +249,28 @@ def test_what_is_no_recording_is_refused_with_the_reason(
         Recording(tmp_path)
 
 
+async def test_what_another_laminar_has_recorded_is_named_with_both_versions(tmp_path: Path) -> None:
+    await record(tmp_path)
+    with Recording(tmp_path) as recording:
+        (seq,) = recording.query("SELECT max(seq) FROM snapshots")[0]
+    change(
+        tmp_path,
+        "UPDATE boots SET code = '0.0.9'",
+        f"DELETE FROM snapshots WHERE seq < {seq}",
+        f"DELETE FROM events WHERE seq < {seq}",
+        f"UPDATE snapshots SET body = x'80', crc = {schema.checksum(seq, bytes([0x80]))}",
+    )
+    versions = r"cannot be read: .*; recorded by Laminar 0\.0\.9, this is "
+    with (
+        Recording(tmp_path) as recording,
+        pytest.raises(RecordingError, match=f"the state after event {seq} {versions}"),
+    ):
+        Playback(recording)
+    change(tmp_path, "UPDATE cores SET settings = x'80'")
+    with Recording(tmp_path) as recording, pytest.raises(RecordingError, match=f"the settings {versions}"):
+        Playback(recording)
+
+
 async def test_a_log_of_before_cores_were_recorded_needs_the_configuration_and_the_data_set(tmp_path: Path) -> None:
     await record(tmp_path)
     change(tmp_path, "DROP TABLE cores", "DROP TABLE answers")

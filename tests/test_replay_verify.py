@@ -308,6 +308,18 @@ async def test_a_recording_is_described(tmp_path: Path, capsys: pytest.CaptureFi
     assert "ended: the end" in out
 
 
+async def test_which_run_is_the_latest_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    await record(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--verify"]) == 0
+    assert capsys.readouterr().err == f"of the latest run: {tmp_path}/runs/mine/run.db\n"
+    assert main(["runs/mine", "--verify"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         with Recording(options.run or rundir.latest(Path("runs"))) as recording:
+            if options.run is None:
+                print(f"of the latest run: {recording.path}", file=sys.stderr)
             lives = recording.lives if options.boot is None else [recording.life(options.boot)]
             return _chosen(options)(recording, lives, options)
     except LaminarError as error:

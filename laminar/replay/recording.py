@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from laminar import checkpoints, configfile
+from laminar import __version__, checkpoints, configfile
 from laminar.controller import wal
 from laminar.controller.coresettings import settings_of
 from laminar.controller.recovery import Snapshot
@@ -172,8 +172,14 @@ class Recording:
         if known is None:
             return self._settings_of_config()
         (body,) = self.query("SELECT settings FROM cores WHERE boot = ?", known)[0]
-        with self._reading():
+        try:
             return msgspec.msgpack.decode(body, type=Settings)
+        except msgspec.MsgspecError as error:
+            raise self._strange(life, "settings", error) from error
+
+    def _strange(self, life: Life, what: str, error: Exception) -> RecordingError:
+        recorded = f"recorded by Laminar {life.boots[0].version}, this is {__version__}"
+        return RecordingError(f"{self.path}: the {what} cannot be read: {error}; {recorded}")
 
     def _settings_of_config(self) -> Settings:
         """For a run of a Laminar that did not record them: the size of the data set decides which prompts are drawn."""
@@ -244,8 +250,10 @@ class Recording:
         )
         for boot, seq, body, crc in self.query(query, *life.span, first[1]):
             if checksum(seq, body) == crc:
-                with self._reading():
+                try:
                     core = Core.restore(settings, msgspec.msgpack.decode(body, type=Snapshot).core)
+                except msgspec.MsgspecError as error:
+                    raise self._strange(life, f"state after event {seq}", error) from error
                 return Beginning(core, (boot, seq), f"events 1 to {seq} have left the log (log.max_mib)")
         raise RecordingError(
             f"{self.path}: the first events of boot {life.number} have left the log (log.max_mib), and no snapshot of its state is "

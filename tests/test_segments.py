@@ -183,6 +183,22 @@ def test_whatever_follows_what_the_log_says_is_cut_off(written: tuple[Path, list
     assert "not written to the end" in str(found.damages[0]) or "damaged" in str(found.damages[0])
 
 
+def test_a_torn_end_that_one_controller_left_out_is_no_damage_to_the_next(written: tuple[Path, list[int]]) -> None:
+    path, ends = written
+    path.write_bytes(path.read_bytes() + encode(DELTAS[0])[:-1])
+    first = Past(path.parent)
+    first.check({path.name: ends[-1]})
+    store = TokenStore(path.parent, 2)
+    store.adopt(first, [record(A, 6)])
+    logged = {row[0]: row[1] for statement, row in store.sync() if statement.startswith("INSERT")}
+    store.committed()
+    assert logged[path.name] == ends[-1]
+    second = Past(path.parent)  # killed again, before the group of the segment was forgotten
+    second.check(logged)
+    assert response(second, 1, 6) == WHOLE
+    store.close()
+
+
 def test_entries_after_a_damaged_one_are_still_read(written: tuple[Path, list[int]]) -> None:
     path, ends = written
     data = bytearray(path.read_bytes())

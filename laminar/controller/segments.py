@@ -228,6 +228,11 @@ class Past:
         else:
             self.prompts[group] = entry.tokens
 
+    def num_whole(self, path: Path) -> int:
+        """Bytes of a segment before its first damage."""
+        starts = [damage.start for damage in self.damages if damage.path == path]
+        return min(starts, default=self._lengths[path.name])
+
     def knows(self, trajectory: TrajectoryId) -> bool:
         """Whether there is anything of its response."""
         return trajectory in self._deltas

@@ -112,7 +112,7 @@ class TokenStore:
         for path, members in past.trajectories.items():
             groups = [self._responses[t].group for t in members if t in self._responses]
             users = {group: None for group in [*groups, *past.groups[path]] if group in self._groups}
-            self._keep(path, users)
+            self._keep(path, users, past.num_whole(path))
         return held
 
     def _hold(self, past: Past, record: Trajectory) -> None:
@@ -122,12 +122,13 @@ class TokenStore:
         parts = [bytearray(part) for part in found]
         self._responses[record.id] = Response(record.group, record.attempt, *parts, prompt)
 
-    def _keep(self, path: Path, users: dict[GroupId, None]) -> None:
+    def _keep(self, path: Path, users: dict[GroupId, None], num_bytes: int) -> None:
+        """`num_bytes`: those that the next controller has to find; a torn end, which this one left out, is none of them."""
         if not users:
             self._done[path] = None
             return
         self._num_kept += 1
-        self._synced[path.name] = path.stat().st_size
+        self._synced[path.name] = num_bytes
         self._segments[-self._num_kept] = Segment(path, -1, dict(users))
         for group in users:
             self._groups[group].segments[-self._num_kept] = None

@@ -16,6 +16,8 @@ class Proxy:
         """Of forward bytes; 0 = as fast as they come."""
         self.forward_blocked = self.backward_blocked = False
         """Nothing goes on in that direction; to both ends it looks as if the network lost it."""
+        self.num_kept_back = 0
+        """Pieces that came while they were to be blocked."""
         self.flip_in = -1
         """After so many more forward bytes the lowest bit of one is flipped; -1 = of none."""
         self._target_port = target_port
@@ -55,7 +57,8 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, is_forward: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(BURST_BYTES):
-                while not self._closed and (self.forward_blocked if is_forward else self.backward_blocked):
+                self.num_kept_back += self._is_blocked(is_forward)
+                while not self._closed and self._is_blocked(is_forward):
                     time.sleep(0.01)
                 if is_forward:
                     data = self._changed(data)
@@ -65,6 +68,9 @@ class Proxy:
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _is_blocked(self, is_forward: bool) -> bool:
+        return self.forward_blocked if is_forward else self.backward_blocked
 
     def _changed(self, data: bytes) -> bytes:
         at = self.flip_in

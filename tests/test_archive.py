@@ -6,6 +6,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 from pyarrow import parquet
 
@@ -265,3 +266,26 @@ def test_without_pyarrow_it_is_refused_with_what_to_type(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'laminar-rl\[archive\]'"):
         archive.require()
+
+
+async def test_whatever_keeps_it_from_writing_is_told_and_waited_for_and_does_not_hold_up_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "RETRY_S", 0.01)
+    really, tries = archive._write_file, [0]
+
+    def fails(*arguments: object) -> None:
+        tries[0] += 1
+        if tries[0] % 2:
+            raise pyarrow.ArrowInvalid("not a table")
+        really(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(archive, "_write_file", fails)
+    ids = world.train(1)
+    world.archive.add(1, ids)
+    await asyncio.wait_for(world.archive._writer, 30)
+    assert world.stalls == [f"{world.directory}/archive: ArrowInvalid: not a table", None]
+    assert world.ids() == ids
+    monkeypatch.setattr(archive, "_write_file", lambda *arguments: really())  # type: ignore[call-arg]
+    world.archive.add(2, world.train(2))
+    assert (await world.archive.finish()).startswith("not in the archive yet: steps 2; their tokens are kept")

@@ -1,10 +1,12 @@
 """The command line of laminar.chaos: what is wrong is said before anything starts."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from laminar import configfile
 from laminar.chaos import __main__ as chaos
 from laminar.chaos.kinds import KINDS
 
@@ -35,6 +37,12 @@ CLUSTER = [
         ([*CLUSTER, "--random", "trainer.rl=1"], "trainer.rl"),
         ([*CLUSTER, "--plan", "/no/such/plan.toml"], "cannot read the plan"),
         (["--report", "/no/such/run"], "no faults were injected there"),
+        (["--report", "x", "--random"], "--report only judges a run that is over: leave --random away"),
+        (["--report", "x", "trainer.lr=1"], "--report only judges a run that is over: leave trainer.lr=1 away"),
+        ([*CLUSTER, "--random", "--kinds", ""], "there is no kind ''"),
+        ([*CLUSTER, "--random", "--gap", ""], "--gap = '': expected a duration"),
+        ([*CLUSTER, "--plan", "x", "--duration", "5m"], "--duration is for --random: a plan says itself"),
+        ([*CLUSTER, "--random", "run.name="], "run.name is empty; choose another"),
     ],
 )
 def test_wrong_input_is_refused_with_what_to_do(
@@ -55,3 +63,29 @@ def test_the_list_has_all_kinds_with_what_they_may_cost(capsys: pytest.CaptureFi
 def test_every_kind_is_in_the_docs() -> None:
     text = (ROOT / "docs/chaos.md").read_text()
     assert [name for name in KINDS if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("size", ["0", "-5", "much", "1.5"])
+def test_a_size_that_is_none_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chaos.main([*CLUSTER, "--random", "--disk-mib", size])
+    assert ended.value.code == 2
+    assert f"{size!r}: expected a number of MiB" in capsys.readouterr().err
+
+
+def test_a_run_of_somebody_else_is_not_ended_by_faults_that_its_limits_do_not_allow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configfile.load(ROOT / "configs/quickstart/config.toml", ["rollout.restarts=0", "relay.restarts=1"])
+    (tmp_path / "config.toml").write_text(configfile.dumps(config))
+    shutil.copy(ROOT / "configs/quickstart/hosts.txt", tmp_path)
+    (tmp_path / "run.db").touch()
+    wanted = ["--run", str(tmp_path), "--random", "--kinds", "kill_relay,kill_rollout"]
+    assert chaos.main(wanted) == 2
+    why = "kill_rollout is not possible: it may end this run, which has rollout.restarts = 0"
+    assert f"--kinds: {why}" in capsys.readouterr().err
+    assert chaos.main(["--run", str(tmp_path), "--random"]) == 2
+    said = capsys.readouterr()
+    assert "without kill_rollout: it may end this run" in said.out
+    assert "without kill_relay" not in said.out
+    assert "no controller of" in said.err

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laminar.chaos import harm
+from laminar.chaos import disk, harm
 from laminar.chaos.harm import Impossible
+from laminar.errors import StartError
 
 LIMIT_S = 20.0
 
@@ -143,4 +144,38 @@ def test_a_connection_is_found_deafened_and_destroyed() -> None:
 
 def test_a_process_without_a_connection_cannot_be_cut(process: psutil.Process) -> None:
     with pytest.raises(Impossible, match="has no connection at port 1"), harm.cut(process, 1):
+        pass
+
+
+def test_what_was_unplugged_is_plugged_in_again_though_one_of_its_interfaces_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def lines(*command: str) -> list[str]:
+        words = " ".join(command[3:])  # after nsenter --net=… ip
+        if words == "-o link show up":
+            return ["1: lo: <UP>", "2: eth0@if7: <UP>", "3: eth1: <UP>"]
+        if words == "route show":
+            return ["default via 10.0.0.1 dev eth0", "10.0.0.0/24 dev eth0 proto kernel scope link"]
+        done.append(words)
+        if words == "link set eth1 up":
+            raise Impossible("no such device")
+        return []
+
+    monkeypatch.setattr(harm, "_lines", lines)
+    with pytest.raises(Impossible, match="no such device"), harm.unplugged(psutil.Process()):
+        assert done == ["link set eth0 down", "link set eth1 down"]
+    assert done[2:] == ["link set eth1 up", "link set eth0 up", "route replace default via 10.0.0.1 dev eth0"]
+
+
+def test_a_program_that_hangs_makes_a_fault_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harm, "LIMIT_S", 0.05)
+    with pytest.raises(Impossible, match=r"sleep 60 took longer than 0\.05 s"):
+        harm._lines("sleep", "60")
+
+
+def test_a_file_system_of_its_own_that_could_not_be_kept_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    message = "MiB free, .* make room, or give a smaller --disk-mib"
+    with pytest.raises(StartError, match=message), disk.small(tmp_path / "run", 1 << 30):
         pass

@@ -1,6 +1,7 @@
 """Faults strike in their order, each after the run has recovered from the one before, and are undone whatever happens."""
 
 import contextlib
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,3 +139,60 @@ def test_a_full_disk_delays_the_journal_and_loses_nothing_of_it(tmp_path: Path) 
     directory.mkdir()
     kept.write(Strike(number=2, kind="slow", target="controller", at=2.0))
     assert [strike.number for strike in journal.read(directory)] == [1, 2]
+
+
+def test_a_journal_takes_a_line_whole_or_not_at_all(tmp_path: Path) -> None:
+    kept = Journal(tmp_path)
+    kept.write(Strike(number=1, kind="slow", target="controller", at=1.0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kept.path.stat().st_size + 9, limits[1]))  # a disk with nine bytes left
+    try:
+        kept.write(Strike(number=2, kind="slow", target="controller", at=2.0))
+        assert [strike.number for strike in journal.read(tmp_path)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    kept.flush()
+    assert [strike.number for strike in journal.read(tmp_path)] == [1, 2]
+
+
+def test_a_fault_is_noted_when_it_strikes_so_that_one_whose_injector_is_killed_is_known(tmp_path: Path) -> None:
+    run, noted = Run(), []
+    run.on_strike = lambda fault: run.works("rollout-0", after_s=0.3)
+    look = run.new
+
+    def new() -> list[events.AnyEvent]:
+        noted.append([(strike.number, strike.until > 0) for strike in journal.read(tmp_path)])
+        return look()
+
+    run.new = new  # type: ignore[method-assign]
+    inject(run, tmp_path, [stop(1, 0.1)])
+    assert noted[0] == [(1, False)]
+    assert noted[-1] == [(1, True)]
+
+
+def test_one_that_cannot_be_undone_keeps_no_other_from_being_undone_and_is_told(tmp_path: Path) -> None:
+    run, told = Run(), list[str]()
+    harm = run.harm
+
+    @contextlib.contextmanager
+    def stuck(fault: Fault, strike: Strike) -> Iterator[None]:
+        with harm(fault, strike):
+            yield
+        if fault.number == 1:
+            raise PermissionError("the interface stays down")
+
+    run.harm = stuck  # type: ignore[method-assign]
+    made = Injector(run, Journal(tmp_path), run, run, told.append)  # type: ignore[arg-type]
+
+    def faults() -> Iterator[Fault]:
+        yield stop(1, 600.0, at_s=0.0)
+        yield stop(2, 600.0, at_s=0.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.run(faults(), NEVER)
+    assert run.done[2:] == ["1 is undone", "2 is undone"]
+    first, second = journal.read(tmp_path)
+    assert (first.until, first.stuck) == (0.0, "the interface stays down")
+    assert second.until > 0
+    assert "fault 1 stop_rollout could not be undone: the interface stays down" in told

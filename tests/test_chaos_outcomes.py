@@ -70,8 +70,11 @@ def test_a_fault_that_nothing_noticed_or_from_which_the_run_did_not_recover_is_a
 
 def test_a_fault_that_was_never_undone_is_a_finding(tmp_path: Path) -> None:
     script = Script()
-    _, outcome = report(script, tmp_path, strike("slow", "rollout-1", script.at, until=0.0))
-    assert outcome.problems == ["it was not undone: laminar.chaos was killed"]
+    killed = strike("slow", "rollout-1", script.at, until=0.0)
+    stuck = msgspec.structs.replace(killed, number=2, stuck="it hangs")
+    found, _ = report(script, tmp_path, killed, stuck)
+    why = ["it was not undone: laminar.chaos was killed", "it was not undone: it hangs"]
+    assert [outcome.problems for outcome in found.faults] == [[each] for each in why]
 
 
 def test_a_worker_that_was_lost_beside_the_one_that_was_struck_is_a_finding(tmp_path: Path) -> None:
@@ -83,6 +86,25 @@ def test_a_worker_that_was_lost_beside_the_one_that_was_struck_is_a_finding(tmp_
     script.ready(script.all(actions.PublishVersion)[-1].version)
     _, outcome = report(script, tmp_path, strike("kill_relay", "relay-0", struck))
     assert outcome.problems == ["rollout-0 was lost, which nothing had struck"]
+
+
+def test_only_those_that_were_struck_may_be_lost(tmp_path: Path) -> None:
+    script = Script()
+    struck = script.is_killed("rollout-1")
+    script.lost("rollout-0", 1)
+    script.comes_back("rollout-0", 2)
+    script.comes_back("rollout-1", 2)
+    _, outcome = report(script, tmp_path, strike("kill_rollout", "rollout-1", struck))
+    assert outcome.problems == ["rollout-0 was lost, which nothing had struck"]
+
+
+def test_silence_that_lasts_longer_than_it_is_forgiven_must_be_noticed(tmp_path: Path) -> None:
+    script = Script()
+    struck = script.at
+    script.send(events.TimerFired(), after=50.0)
+    script.report("rollout-1")
+    _, outcome = report(script, tmp_path, strike("stop_rollout", "rollout-1", struck, lasts_s=40.0))
+    assert outcome.problems == ["nothing noticed it"]
 
 
 def test_two_faults_at_once_may_cost_what_both_may(tmp_path: Path) -> None:
@@ -161,7 +183,8 @@ def test_received_tokens_that_are_dropped_are_held_against_what_the_fault_may_co
     script.lost("rollout-0", 1)  # with it the last one that held the version: what it had begins anew elsewhere
     script.comes_back("rollout-0", 2)
     script.comes_back("rollout-1", 2)
-    first = strike("kill_rollout", "rollout-1", struck)
+    both = ["rollout-0", "rollout-1"]
+    first = strike("kill_rollout", "rollout-1", struck, workers=both)
     _, outcome = report(script, tmp_path, first)
     lost = sum(outcome.lost_tokens.values())
     assert outcome.problems == []

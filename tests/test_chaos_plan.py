@@ -60,6 +60,7 @@ def test_what_a_file_leaves_open_is_drawn_from_the_seed(tmp_path: Path) -> None:
         ("[[fault]]\nkind = 'slow'\nat = true", "at = True: expected a duration"),
         ("[[fault]]\nkind = 'kill_relay'\nat = 1\nfor = 1", "kill_relay is over at once; leave `for` away"),
         ("[[fault]]\nkind = 'kill_relay'\nat = 1\ntarget = 'rely-0'", "cannot strike 'rely-0'.*did you mean relay-0"),
+        ("[[fault]]\nkind = 'slow'\nat = 1\ntarget = ''", "slow cannot strike ''"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

@@ -13,7 +13,7 @@ from laminar.chaos.evidence import Evidence
 from laminar.chaos.journal import Strike
 from laminar.core import events
 from laminar.errors import ConfigError
-from laminar.ids import Version
+from laminar.ids import Version, make_id
 from tests.chaos_world import Cluster, broken, doctor, doctor_event, judged, leave
 
 ANY_TRAINED = "(SELECT min(id) FROM trajectories WHERE step IS NOT NULL)"
@@ -70,6 +70,14 @@ DOCTORED = {
     "a digest that is not the published one": (
         rows(f"UPDATE trajectories SET digest = 'other' WHERE id = {ANY_TRAINED}"),
         ("rows as the log gives them", "one version per trajectory"),
+    ),
+    "a version that was never published": (
+        rows("DELETE FROM versions WHERE step = 0"),
+        ("one version per trajectory",),
+    ),
+    "an event of which the core can make nothing": (
+        lambda run: doctor_event(run, events.ReplicaReported, 3, trajectories=b"123"),
+        ("ledger closed after every event",),
     ),
     "a version with two digests": (
         lambda run: doctor_event(run, events.ReplicaRefreshed, 1, digest="other"),
@@ -140,13 +148,20 @@ def test_a_run_that_goes_on_is_judged_as_of_one_moment(tmp_path: Path, monkeypat
     read = evidence._tables
 
     def read_while_it_goes_on(database: sqlite3.Connection, boots: list[tuple[object, ...]]) -> evidence.Tables:
-        doctor(run, "INSERT INTO trajectories (id, prompt, group_id) VALUES (77, 7, 7)")
+        doctor(run, "INSERT INTO trajectories (id, prompt, group_id) VALUES (?, 7, 7)", make_id(1, 777_777))
         return read(database, boots)
 
     monkeypatch.setattr(evidence, "_tables", read_while_it_goes_on)
     assert judged(world, run).clean
     monkeypatch.undo()
     assert "rows as the log gives them" in broken(judged(world, run))
+
+
+def test_what_a_run_did_before_it_went_on_from_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
+    world = ended()
+    run = leave(world, tmp_path / "run")
+    doctor(run, "INSERT INTO trajectories (id, prompt, group_id, step) VALUES (?, 7, 7, 1)", make_id(0, 7))
+    assert judged(world, run).clean
 
 
 def test_what_is_no_run_with_faults_is_refused(tmp_path: Path) -> None:

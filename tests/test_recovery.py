@@ -193,6 +193,7 @@ def cut(directory: Path, at: int, into: Path) -> None:
     with database:
         for table in ("events", "snapshots"):
             database.execute(f"DELETE FROM {table} WHERE seq > ?", (at,))
+        database.execute("UPDATE ends SET seq = ?, crc = ?", (at, schema.end_checksum(1, at)))
     database.close()
 
 

@@ -390,3 +390,16 @@ async def test_run_time_goes_on_after_the_last_event_of_the_controller_before_th
     assert tomorrow <= runtime.now() <= tomorrow + 60.0
     assert Runtime(ScriptedCore({}), log, tmp_path, not_before=1.0).now() < tomorrow
     log.close()
+
+
+async def test_a_task_that_breaks_is_told_by_name_and_ends_nothing_else(make) -> None:
+    world, told = make(), asyncio.Queue[str]()
+    world.start()
+    world.runtime.failed = lambda name, error: told.put_nowait(f"{name}: {error}")
+
+    async def breaks() -> None:
+        raise OSError("no such device")
+
+    world.runtime.own(breaks(), "watch")
+    assert await asyncio.wait_for(told.get(), 10) == "watch: no such device"
+    assert not world.runtime.finished.done()

@@ -35,10 +35,10 @@ BOOT = 3
 class World:
     """A server that hears; every message becomes the next event, durable when the test says so."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 5.0, config: Config = CONFIG) -> None:
         self.channels = Channels(BOOT)
         self.server = Server(
-            self.channels, token=TOKEN, run_id="test", config=wire.encode(CONFIG), heartbeat_s=0.05, timeout_s=timeout_s
+            self.channels, token=TOKEN, run_id="test", config=wire.encode(config), heartbeat_s=0.05, timeout_s=timeout_s
         )
         self.heard: list[tuple[str, wire.Message]] = []
         self.broken: list[tuple[str, int]] = []

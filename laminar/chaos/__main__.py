@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from laminar import configfile, hosts
 from laminar.chaos import disk, journal, plan, report, session
+from laminar.chaos.injector import START_S
 from laminar.chaos.kinds import KINDS, Kind
 from laminar.chaos.plan import Fault
 from laminar.chaos.roster import Roster, roster
@@ -29,6 +31,11 @@ from laminar.controller.rundir import RunDirectory
 from laminar.errors import ConfigError, LaminarError
 
 EXIT_INTERRUPTED = 130
+DURATION, GAP = "10m", "10s"
+OF_RANDOM = ("duration", "gap", "kinds")
+NEEDS = {"cut": ("ss",), "drop_frames": ("ss",), "partition": ("nsenter", "ip")}
+"""Kinds that need root, and these programs."""
+NEEDS_FROM = {"ss": "iproute2", "ip": "iproute2", "nsenter": "util-linux"}
 EPILOG = """\
 examples:
   python -m laminar.chaos --cluster hosts.txt --config my.toml --random --seed 7 --duration 10m
@@ -48,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.list:
             return _list_kinds()
+        _check(options)
         if options.report:
             return _tell(options, report.make(options.report))
         return _run(options)
@@ -78,21 +86,27 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     faults.add_argument("--seed", type=int, default=0)
     faults.add_argument(
-        "--duration", default="10m", help="of --random, from the first train step on (default: %(default)s)"
+        "--duration", metavar="TIME", help=f"of --random, from the first train step on (default: {DURATION})"
     )
-    faults.add_argument("--gap", default="10s", help="of --random: mean pause after a recovery (default: %(default)s)")
+    faults.add_argument("--gap", metavar="TIME", help=f"of --random: mean pause after a recovery (default: {GAP})")
     faults.add_argument("--kinds", metavar="A,B,…", help="of --random: only these")
     faults.add_argument("--list", action="store_true", help="print all kinds and end")
     disks = parser.add_argument_group("fill_disk")
     disks.add_argument(
-        "--disk-mib", type=int, default=512, help="as root: size of the run's own file system (default: %(default)s)"
+        "--disk-mib", type=_mib, default=512, help="as root: size of the run's own file system (default: %(default)s)"
     )
-    disks.add_argument("--disk-quota-mib", type=int, default=1024, help="most that is written (default: %(default)s)")
+    disks.add_argument("--disk-quota-mib", type=_mib, default=1024, help="most that is written (default: %(default)s)")
     told = parser.add_argument_group("the report")
     told.add_argument("--report", metavar="RUN_DIR", type=Path, help="only judge a run that is over")
     told.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
     told.add_argument("--quiet", action="store_true", help="do not print what the run says")
     return parser.parse_intermixed_args(arguments)
+
+
+def _mib(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of MiB")
+    return int(text)
 
 
 def _list_kinds() -> int:
@@ -101,7 +115,16 @@ def _list_kinds() -> int:
     return 0
 
 
-def _run(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for words that do not go together: nothing is ignored without a word."""
+    given = [name for name, value in vars(options).items() if value not in (None, False, [])]
+    of_faults = [name for name in ("plan", "random", *OF_RANDOM) if name in given]
+    if options.report:
+        of_run = [name for name in ("cluster", "config", "run", "overrides") if name in given]
+        if others := [*of_run, *of_faults]:
+            word = f"--{others[0]}" if others[0] != "overrides" else options.overrides[0]
+            raise ConfigError(f"--report only judges a run that is over: leave {word} away")
+        return
     if bool(options.cluster) == bool(options.run):
         raise ConfigError(
             "give --cluster HOSTS to start a run, or --run RUN_DIR to attach to one; --help shows examples"
@@ -110,7 +133,13 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("give --plan FILE, or --random; --help shows examples")
     if options.run and (options.overrides or options.config):
         raise ConfigError("--run takes a run as it is: leave --config and key=value away")
-    duration_s, gap_s = plan.seconds(options.duration, "--duration"), plan.seconds(options.gap, "--gap")
+    if options.plan and of_faults != ["plan"]:
+        raise ConfigError(f"--{of_faults[1]} is for --random: a plan says itself what strikes when")
+
+
+def _run(options: argparse.Namespace) -> int:
+    duration_s = plan.seconds(DURATION if options.duration is None else options.duration, "--duration")
+    gap_s = plan.seconds(GAP if options.gap is None else options.gap, "--gap")
     say = _teller(options)
     existing = rundir.reopen(options.run) if options.run else None
     overrides = [] if existing else [f"run.name={time.strftime('chaos-%Y%m%d-%H%M%S')}", *options.overrides]
@@ -120,10 +149,9 @@ def _run(options: argparse.Namespace) -> int:
     who = roster(machines)
     faults, kinds = _faults(options, who, config, gap_s, say)
     run = existing or RunDirectory((Path(config.run.dir) / config.run.name).absolute())
-    if existing is not None:
-        _check_restarts(config, kinds)
-    elif os.path.lexists(run.database):
-        raise ConfigError(f"the run {run.path} exists; choose another run.name")
+    if existing is None and (not config.run.name or os.path.lexists(run.database)):
+        taken = f"the run {run.path} exists" if config.run.name else "run.name is empty"
+        raise ConfigError(f"{taken}; choose another run.name, or leave it away")
     own_disk = existing is None and "fill_disk" in kinds and not disk.why_not()
     with contextlib.ExitStack() as stack:
         if own_disk:
@@ -140,7 +168,9 @@ def _run(options: argparse.Namespace) -> int:
         striker = Striker(trial, Targets(run, lambda: trial.pid), who, options.disk_quota_mib << 20, options.seed)
         also = session.inject(trial, striker, faults, duration_s if options.random else math.inf, say)
     if not (run.path / journal.NAME).exists():
-        raise ConfigError(f"no fault struck: {trial.last_words}")
+        raise ConfigError(
+            f"no fault struck: the run made no train step within {START_S:g} s, or was over before: {trial.last_words}"
+        )
     return _tell(options, report.make(run.path, also=also))
 
 
@@ -161,13 +191,14 @@ def _faults(
     if options.plan:
         planned = plan.read(options.plan, who, config, options.seed)
         for fault in planned:
-            if why := _why_not(KINDS[fault.kind], who, options):
+            if why := _why_not(KINDS[fault.kind], who, config, options):
                 raise ConfigError(f"{options.plan}: fault {fault.number}: {fault.kind} is not possible: {why}")
         return iter(planned), sorted({fault.kind for fault in planned})
-    wanted = [plan.kind_named(name.strip(), "--kinds") for name in options.kinds.split(",")] if options.kinds else None
+    names = [] if options.kinds is None else options.kinds.split(",")
+    wanted = [plan.kind_named(name.strip(), "--kinds") for name in names]
     able = []
     for kind in wanted or KINDS.values():
-        why = _why_not(kind, who, options)
+        why = _why_not(kind, who, config, options)
         if why and wanted:
             raise ConfigError(f"--kinds: {kind.name} is not possible: {why}")
         if why:
@@ -179,24 +210,19 @@ def _faults(
     return plan.draw(options.seed, able, who, config, gap_s), [kind.name for kind in able]
 
 
-def _why_not(kind: Kind, who: Roster, options: argparse.Namespace) -> str:
+def _why_not(kind: Kind, who: Roster, config: Config, options: argparse.Namespace) -> str:
     """Why a kind cannot strike in this run; empty = it can."""
     if not kind.targets(who):
         return f"there is nothing to strike ({kind.strikes})"
     if kind.own_run and options.run:
         return "it could not be undone in a run that somebody else has started"
-    if kind.name in ("cut", "drop_frames", "partition") and os.geteuid() != 0:
-        return "it needs root"
-    return ""
-
-
-def _check_restarts(config: Config, kinds: list[str]) -> None:
-    """Raises ConfigError for faults that would end a run whose limits cannot be raised."""
     limits = {"rollout": config.rollout.restarts, "relay": config.relay.restarts, "trainer": config.trainer.restarts}
-    for name in kinds:
-        for part in KINDS[name].may_lose:
-            if not limits[part]:
-                raise ConfigError(f"{name} may end this run: it has {part}.restarts = 0; leave it out (--kinds)")
+    if options.run and (ending := [part for part in kind.may_lose if not limits[part]]):
+        return f"it may end this run, which has {ending[0]}.restarts = 0"
+    if kind.name in NEEDS and os.geteuid() != 0:
+        return "it needs root"
+    missing = [program for program in NEEDS.get(kind.name, ()) if shutil.which(program) is None]
+    return f"it needs {missing[0]} ({NEEDS_FROM[missing[0]]}), which is not installed" if missing else ""
 
 
 def _tell(options: argparse.Namespace, found: report.Report) -> int:

@@ -32,6 +32,12 @@ def why_not() -> str:
 def small(directory: Path, num_mib: int) -> Iterator[None]:
     """`directory` is on a file system of so many MiB. Call it before any thread begins. Raises StartError."""
     directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if free < num_mib << 20:
+        raise StartError(
+            f"{directory} has {free >> 20} MiB free, and the run's own file system of {num_mib} MiB is copied there at the end: "
+            "make room, or give a smaller --disk-mib"
+        )
     beneath = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _call("unshare", CLONE_NEWNS)
@@ -40,10 +46,17 @@ def small(directory: Path, num_mib: int) -> Iterator[None]:
         try:
             yield
         finally:
-            shutil.copytree(directory, f"/proc/self/fd/{beneath}", dirs_exist_ok=True, symlinks=True)
+            _copy(directory, Path(f"/proc/self/fd/{beneath}"))
             _call("umount2", os.fsencode(directory), MNT_DETACH)
     finally:
         os.close(beneath)
+
+
+def _copy(directory: Path, beneath: Path) -> None:
+    try:
+        shutil.copytree(directory, beneath, dirs_exist_ok=True, symlinks=True)
+    except OSError as error:
+        raise StartError(f"what the run left in {directory} could not be kept, all or in part: {error}") from error
 
 
 def _call(name: str, *arguments: object) -> None:

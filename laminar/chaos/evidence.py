@@ -18,8 +18,8 @@ from laminar.core import actions, events, invariants, ledger
 from laminar.core.engine import Core
 from laminar.core.records import Trajectory
 from laminar.core.settings import Settings
-from laminar.errors import ConfigError, LaminarError
-from laminar.ids import GroupId, TrajectoryId
+from laminar.errors import ConfigError
+from laminar.ids import BOOT_SHIFT, GroupId, TrajectoryId
 from laminar.tasks import datasets
 
 CHECK_EVERY = 32  # reports between two checks of the whole state, which takes as long as a hundred of them
@@ -72,7 +72,7 @@ class Tables(NamedTuple):
     """Of `run.db`."""
 
     boots: list[tuple[Any, ...]]
-    """(boot, resumed_step, code, continues, outcome)"""
+    """(boot, code, continues, outcome)"""
     events: list[events.AnyEvent]
     """Of the boots that continue each other up to the last."""
     rows: dict[TrajectoryId, Row]
@@ -80,8 +80,10 @@ class Tables(NamedTuple):
     """(step, branch, digest)"""
     metrics: dict[str, dict[int, float]]
     """Name -> step -> value."""
+    settings: Settings | None
+    """Of the first of these boots; None = it was killed before it could record them."""
     data_state: bytes
-    """From which the first of these boots went on; empty = it began anew."""
+    """From which that went on; empty = it began anew."""
 
 
 class Evidence:
@@ -90,7 +92,7 @@ class Evidence:
     def __init__(self, run: Path, settings: Settings | None = None) -> None:
         self.run = run
         self.tables = _read(run / "run.db")
-        self.settings = settings or _settings(run)
+        self.settings = settings or self.tables.settings or _settings(run)
         self.findings: list[str] = []
         """What the core refused, and invariants that did not hold."""
         self.recorded: dict[TrajectoryId, Row] = {}
@@ -123,7 +125,7 @@ class Evidence:
                 self._take(event)
                 if not isinstance(event, events.ReplicaReported) or number % CHECK_EVERY == 0:
                     invariants.check(self.core.state)
-            except (AssertionError, LaminarError, KeyError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever the core does not take is a finding, not the end of the report
                 name = type(event).__name__
                 self._find(f"event {event.seq} ({name}) at {event.at:.3f}: {error or type(error).__name__}")
                 if self.core.state.seq != event.seq:
@@ -216,14 +218,12 @@ def _read(path: Path) -> Tables:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.execute("BEGIN")  # one moment of a run that goes on
-            boots = database.execute(
-                "SELECT boot, resumed_step, code, continues, outcome FROM boots ORDER BY boot"
-            ).fetchall()
+            boots = database.execute("SELECT boot, code, continues, outcome FROM boots ORDER BY boot").fetchall()
             if not boots:
                 raise ConfigError(f"{path} holds no run")
-            if boots[-1][2] != __version__:
+            if boots[-1][1] != __version__:
                 raise ConfigError(
-                    f"{path} was made by Laminar {boots[-1][2]}, this is {__version__}: judge it with that"
+                    f"{path} was made by Laminar {boots[-1][1]}, this is {__version__}: judge it with that"
                 )
             return _tables(database, boots)
     except (sqlite3.Error, msgspec.MsgspecError) as error:
@@ -231,9 +231,10 @@ def _read(path: Path) -> Tables:
 
 
 def _tables(database: sqlite3.Connection, boots: list[tuple[Any, ...]]) -> Tables:
-    first = boots[-1][3] or boots[-1][0]
-    resumed_step = next((row[1] for row in boots if row[0] == first), 0)
-    state = database.execute("SELECT data_state FROM checkpoints WHERE step = ?", (resumed_step,)).fetchone()
+    first = boots[-1][2] or boots[-1][0]
+    core = database.execute("SELECT settings, data_state FROM cores WHERE boot = ?", (first,)).fetchone()
+    own = f"SELECT {_COLUMNS} FROM trajectories WHERE id >= ?"  # not what went before the checkpoint of a --resume
+    rows = database.execute(own, (first << BOOT_SHIFT,))
     metrics: dict[str, dict[int, float]] = {}
     for step, name, value in database.execute("SELECT step, name, value FROM metrics ORDER BY step"):
         metrics.setdefault(name, {})[step] = value
@@ -246,10 +247,11 @@ def _tables(database: sqlite3.Connection, boots: list[tuple[Any, ...]]) -> Table
     return Tables(
         boots=boots,
         events=found,
-        rows={row[0]: Row(*row) for row in database.execute(f"SELECT {_COLUMNS} FROM trajectories")},
+        rows={row[0]: Row(*row) for row in rows},
         versions=database.execute("SELECT step, branch, digest FROM versions").fetchall(),
         metrics=metrics,
-        data_state=state[0] if resumed_step and state else b"",
+        settings=msgspec.msgpack.decode(core[0], type=Settings) if core else None,
+        data_state=core[1] if core else b"",
     )
 
 

@@ -113,12 +113,10 @@ def destroy(found: list[Connection]) -> None:
     for each in found:
         (own, own_port), (peer, peer_port) = each.ends
         which = ["src", own, "sport", "=", f":{own_port}", "dst", peer, "dport", "=", f":{peer_port}"]
-        done = subprocess.run(
-            ["ss", "--no-header", "-K", "-t", *which], capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        if done.returncode or f":{own_port}" not in done.stdout:
-            why = done.stderr.strip() or "it is gone, or the kernel lacks CONFIG_INET_DIAG_DESTROY, or this is not root"
-            raise Impossible(f"ss -K destroyed nothing: {why}")
+        if not any(f":{own_port}" in line for line in _lines("ss", "--no-header", "-K", "-t", *which)):
+            raise Impossible(
+                "ss -K destroyed nothing: it is gone, or the kernel lacks CONFIG_INET_DIAG_DESTROY, or this is not root"
+            )
 
 
 def deafen(connection: Connection) -> None:
@@ -190,20 +188,24 @@ def filled(directory: Path, quota_bytes: int) -> Iterator[None]:
     try:
         with filler.open("wb", buffering=0) as file:
             _write_until_full(file.fileno())
-            keeper = threading.Thread(target=_keep_full, args=(file.fileno(), over), name="keep the disk full")
+            arguments = (os.dup(file.fileno()), over)
+            keeper = threading.Thread(target=_keep_full, args=arguments, name="keep the disk full", daemon=True)
             keeper.start()
             try:
                 yield
             finally:
                 over.set()
-                keeper.join()
+                keeper.join(LIMIT_S)  # a file system may hang
     finally:
         filler.unlink(missing_ok=True)
 
 
 def _keep_full(descriptor: int, over: threading.Event) -> None:
-    while not over.wait(KEEP_FULL_S):
-        _write_until_full(descriptor)
+    try:
+        while not over.wait(KEEP_FULL_S):
+            _write_until_full(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_until_full(descriptor: int) -> None:
@@ -243,19 +245,17 @@ def unplugged(process: psutil.Process) -> Iterator[None]:
     inside = ["nsenter", f"--net=/proc/{process.pid}/ns/net", "ip"]
     devices = [line.split(":")[1].split("@")[0].strip() for line in _lines(*inside, "-o", "link", "show", "up")]
     devices = [device for device in devices if device != "lo"]
-    routes = [line.split() for line in _lines(*inside, "route", "show", "default")]
+    routes = [line.split() for line in _lines(*inside, "route", "show") if "proto kernel" not in line]
     handle = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY)  # the process may die while it is cut off
     inside = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{handle}", "ip"]
-    try:
+    with contextlib.ExitStack() as undo:  # all of it is tried, whatever fails, the interfaces first
+        undo.callback(os.close, handle)
+        for route in routes:
+            undo.callback(_lines, *inside, "route", "replace", *route)
         for device in devices:
+            undo.callback(_lines, *inside, "link", "set", device, "up")
             _lines(*inside, "link", "set", device, "down")
         yield
-    finally:
-        for device in devices:
-            _lines(*inside, "link", "set", device, "up")
-        for route in routes:
-            _lines(*inside, "route", "replace", *route)
-        os.close(handle)
 
 
 def _lines(*command: str) -> list[str]:
@@ -263,6 +263,8 @@ def _lines(*command: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except OSError as error:
         raise Impossible(f"{command[0]} cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Impossible(f"{' '.join(command)} took longer than {LIMIT_S:g} s") from error
     if done.returncode:
         raise Impossible(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout.splitlines()

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import psutil
 
-from laminar.chaos import harm
 from laminar.chaos.harm import Impossible
 from laminar.chaos.journal import Journal, Strike
 from laminar.chaos.kinds import KINDS
@@ -25,6 +24,9 @@ from laminar.core import events
 LOOK_S = 0.1
 PATIENCE_S = 240.0  # a trainer that starts again on a busy machine takes a minute; what takes four is not coming
 START_S = 600.0  # until the first train step; a large model loads for minutes
+
+CANNOT = (Impossible, psutil.Error, OSError)
+"""What keeps a fault from striking, or from being undone."""
 
 
 class _Active(NamedTuple):
@@ -72,6 +74,8 @@ class Injector:
             for active in list(self._active):
                 self._undo(active)
             self._journal.flush()
+            if unwritten := len(self._journal.unwritten):
+                self._say(f"{self._journal.path} cannot be written: {unwritten} of its lines are lost")
 
     def _await_turn(self, fault: Fault, began: float, until: float) -> bool:
         """Whether the fault's time has come before the end."""
@@ -136,22 +140,25 @@ class Injector:
         self._say(f"fault {fault.number} {fault.kind} {fault.target}{lasting}")
         try:
             undo.enter_context(self._striker.harm(fault, strike))
-        except (Impossible, psutil.Error, OSError) as error:
+        except CANNOT as error:
             strike.skipped = str(error) or type(error).__name__
             self._say(f"fault {fault.number} {fault.kind} {fault.target}: skipped: {strike.skipped}")
             self._journal.write(strike)
             return
+        self._active.append(_Active(strike.at + fault.for_s, strike, undo))
         self._struck_at = time.time()
         self.num_struck += 1
         self._watches.append(Watch(strike))
-        self._active.append(_Active(strike.at + fault.for_s, strike, undo))
+        self._journal.write(strike)
         self._look()
 
     def _undo(self, active: _Active) -> None:
         self._active.remove(active)
+        strike = active.strike
         try:
             active.undo.close()
-        except harm.Impossible as error:
-            self._say(f"fault {active.strike.number} {active.strike.kind} could not be undone: {error}")
-        active.strike.until = time.time()
-        self._journal.write(active.strike)
+            strike.until = time.time()
+        except CANNOT as error:
+            strike.stuck = str(error) or type(error).__name__
+            self._say(f"fault {strike.number} {strike.kind} could not be undone: {strike.stuck}")
+        self._journal.write(strike)

@@ -1,5 +1,7 @@
-"""What was done to a run, beside its database: `chaos.jsonl`, one line per fault, written when it is over."""
+"""What was done to a run, beside its database: `chaos.jsonl`, a line per fault when it strikes, and another when it is over."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +28,35 @@ class Strike(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What its signs depend on."""
     skipped: str = ""
     """Why it did not strike."""
+    stuck: str = ""
+    """Why it could not be undone."""
 
 
 class Journal:
     """Appends to the file of a run. A full disk delays a line, it does not lose it."""
 
     def __init__(self, run: Path) -> None:
-        self._path, self._unwritten = run / NAME, list[bytes]()
+        self.path = run / NAME
+        self.unwritten: list[bytes] = []
+        """Lines that the disk has not taken."""
 
     def write(self, strike: Strike) -> None:
-        """Add a line."""
-        self._unwritten.append(msgspec.json.encode(strike) + b"\n")
+        """Add a line: the last of a fault counts."""
+        self.unwritten.append(msgspec.json.encode(strike) + b"\n")
         self.flush()
 
     def flush(self) -> None:
-        """Write what a full disk has refused so far."""
+        """Write what a full disk has refused so far: all of it, or nothing."""
+        data = b"".join(self.unwritten)
         try:
-            with self._path.open("ab") as file:
-                file.write(b"".join(self._unwritten))
+            with self.path.open("ab", buffering=0) as file:
+                begin = file.seek(0, os.SEEK_END)
+                if file.write(data) != len(data):
+                    file.truncate(begin)
+                    raise OSError(errno.ENOSPC, "a part of it was taken")
         except OSError:
             return
-        self._unwritten.clear()
+        self.unwritten.clear()
 
 
 def read(run: Path) -> list[Strike]:
@@ -58,4 +68,5 @@ def read(run: Path) -> list[Strike]:
         raise ConfigError(f"{run} has no {NAME}: no faults were injected there by laminar.chaos") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{run / NAME} cannot be read: {error}") from error
-    return sorted(strikes, key=lambda strike: strike.at)
+    last = {(strike.number, strike.at): strike for strike in strikes}
+    return sorted(last.values(), key=lambda strike: strike.at)

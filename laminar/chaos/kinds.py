@@ -34,6 +34,8 @@ OF_FAULTS = frozenset(
     (
         "version_gone",
         "replica_lost",
+        "engine_error",
+        "checkpoint_lost",
         "reward_crash",
         "reward_not_started",
         "reward_timeout",
@@ -43,7 +45,7 @@ OF_FAULTS = frozenset(
     )
 )
 """Reasons of dropped trajectories and tokens that come of faults; others are the run's own (a stop, staleness, bad data)."""
-_ROLLOUT_LOST = frozenset(("version_gone", "replica_lost"))
+_ROLLOUT_LOST = frozenset(("version_gone", "replica_lost", "engine_error"))
 _REWARD_LOST = frozenset(("reward_crash", "reward_not_started", "reward_timeout", "agent_killed", "incomplete_group"))
 BEYOND = (1.4, 2.2)
 """Times the limit of silence: the first is noticed and comes back; after the second the process has been given up."""

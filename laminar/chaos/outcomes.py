@@ -6,7 +6,7 @@ import msgspec
 
 from laminar.chaos.evidence import Evidence
 from laminar.chaos.journal import Strike
-from laminar.chaos.kinds import KINDS, OF_FAULTS
+from laminar.chaos.kinds import BEYOND, KINDS, OF_FAULTS
 from laminar.chaos.signs import Watch, part_of
 
 BEFORE_S = 20.0  # of which the usual rate of generation is taken
@@ -47,7 +47,7 @@ def outcomes(evidence: Evidence, strikes: list[Strike]) -> list[Outcome]:
     found = [_outcome(evidence, watch) for watch in watches]
     for watch, outcome in zip(watches, found, strict=True):
         if not outcome.skipped:
-            outcome.problems = _problems(watch, outcome, _beside(watch, watches))
+            outcome.problems = _problems(evidence, watch, outcome, _beside(watch, watches))
     return found
 
 
@@ -118,26 +118,36 @@ def _tokens(evidence: Evidence, begin: float, end: float) -> int:
     return totals[bisect_right(at, end) - 1] - totals[bisect_right(at, max(begin, 0.0)) - 1]
 
 
-def _problems(watch: Watch, outcome: Outcome, beside: list[Watch]) -> list[str]:
-    kinds = [KINDS[other.strike.kind] for other in beside]
+def _problems(evidence: Evidence, watch: Watch, outcome: Outcome, beside: list[Watch]) -> list[str]:
     problems = []
-    if KINDS[outcome.kind].must_be_noticed and outcome.noticed_s is None:
+    if _must_be_noticed(evidence, watch) and outcome.noticed_s is None:
         problems.append("nothing noticed it")
     if not watch.strike.until:
-        problems.append("it was not undone: laminar.chaos was killed")
+        problems.append(f"it was not undone: {watch.strike.stuck or 'laminar.chaos was killed'}")
     elif outcome.recovered_s is None:
         problems.append("the run did not recover from it")
-    allowed = frozenset[str]().union(*(kind.allowed for kind in kinds))
+    allowed = frozenset[str]().union(*(KINDS[other.strike.kind].allowed for other in beside))
     for reason, num in outcome.lost_tokens.items():
         if reason not in allowed:
             problems.append(f"{num} received tokens were dropped ({reason}); it may cost {outcome.cost}")
-    parts = {part for kind in kinds for part in kind.may_lose}
     for worker in outcome.lost_workers:
-        if part_of(worker) not in parts:
+        if not _may_lose(beside, worker):
             problems.append(f"{worker} was lost, which nothing had struck")
-    if outcome.num_redone and "trainer" not in parts:
+    if outcome.num_redone and not _may_lose(beside, "trainer"):
         problems.append(f"{outcome.num_redone} train steps were done again; it may cost {outcome.cost}")
     return problems
+
+
+def _must_be_noticed(evidence: Evidence, watch: Watch) -> bool:
+    """Also what is silent for longer than silence is forgiven."""
+    kind, lasted_s = KINDS[watch.strike.kind], watch.strike.until - watch.strike.at
+    return kind.must_be_noticed or (kind.outlasts and lasted_s > BEYOND[0] * evidence.settings.reconnect_grace_s)
+
+
+def _may_lose(beside: list[Watch], worker: str) -> bool:
+    """Whether one of the faults may cost it: the trainer as a whole, of others those that were hit."""
+    part, strikes = part_of(worker), [other.strike for other in beside]
+    return any(part in KINDS[s.kind].may_lose and (part == "trainer" or worker in s.workers) for s in strikes)
 
 
 def unexplained(evidence: Evidence, strikes: list[Strike]) -> list[str]:

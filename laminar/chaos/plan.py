@@ -85,7 +85,7 @@ def _fault(
         if key not in table:
             raise ConfigError(f"{where}: {key} is missing")
     kind = kind_named(table["kind"], where)
-    target = table.get("target") or _drawn_target(kind, roster, rolls, where)
+    target = table["target"] if "target" in table else _drawn_target(kind, roster, rolls, where)
     if target not in kind.targets(roster):
         raise ConfigError(
             f"{where}: {kind.name} cannot strike {target!r}: expected one of {', '.join(kind.targets(roster)) or 'none'}"

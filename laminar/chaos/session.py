@@ -52,20 +52,31 @@ def inject(
     token, over_early = "", False
     try:
         if injector.await_first_step():
-            token = trial.run.token.read_text()
+            token = _token(trial.run)
             injector.run(faults, time.time() + duration_s)
         over_early = trial.is_over
     except KeyboardInterrupt:
         say("interrupted: no more faults")
     finally:
         code = trial.stop()
+    checks = {"a fault has struck": [] if injector.num_struck else ["none was possible, or the run was over before"]}
     if not trial.is_own:
-        return {}
+        return checks
     findings = []
     if code or over_early:
         early = "before all faults had struck, " if over_early else ""
         findings.append(f"it ended {early}with exit code {code}: {trial.last_words}")
-    return {"the run ended when it was told to": findings, "nothing left behind": left_behind(token, trial.run)}
+    checks["the run ended when it was told to"] = findings
+    checks["nothing left behind"] = left_behind(token, trial.run)
+    return checks
+
+
+def _token(run: RunDirectory) -> str:
+    """Empty if the run has just ended."""
+    try:
+        return run.token.read_text()
+    except OSError:
+        return ""
 
 
 def left_behind(token: str, run: RunDirectory) -> list[str]:

@@ -8,7 +8,7 @@ import psutil
 
 from laminar import processes
 from laminar.chaos.harm import Impossible
-from laminar.controller.rundir import RunDirectory
+from laminar.controller.rundir import RunDirectory, last_port
 from laminar.processes import NAME, TOKEN
 from laminar.wire import HOST_VARIABLE
 
@@ -30,8 +30,11 @@ class Targets:
             raise Impossible("no controller runs") from error
 
     def port(self) -> int:
-        """Where the controller listens."""
-        return int(self._run.url.read_text().rpartition(":")[2])
+        """Where the controller listens. Raises Impossible if that is not known."""
+        port = last_port(self._run)
+        if not port:
+            raise Impossible(f"{self._run.url} does not say where the controller listens")
+        return port
 
     def worker(self, name: str) -> psutil.Process:
         """The process that dials in under a name. Raises Impossible if it is not there."""

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
+from laminar import __version__, processes
+from laminar.controller import recovery
 from laminar.controller.rundir import RunDirectory
 from laminar.core import events
 from laminar.errors import StartError
@@ -20,6 +24,9 @@ from laminar.errors import StartError
 STOP_S = 120.0  # for the last step and the checkpoint
 RESUMED_S = 60.0  # for a controller to be there again; workers wait for `controller.orphan_timeout_s` only
 LOOK_S = 0.05
+LINES_MAX = 1000  # of what the controllers print: the last ones say why a run ended
+LAST = "SELECT boot, seq FROM events ORDER BY boot DESC, seq DESC LIMIT 1"
+SINCE = "SELECT boot, seq, body FROM events WHERE (boot, seq) > (?, ?) ORDER BY boot, seq LIMIT 10000"
 
 
 class Tail:
@@ -28,20 +35,21 @@ class Tail:
     def __init__(self, database: Path, *, from_now: bool = False) -> None:
         self._database, self._last = database, (0, 0)
         if from_now:
-            self.new()
+            self._last = next(iter(self._rows(LAST)), (0, 0))
 
     def new(self) -> list[events.AnyEvent]:
-        """Since the last call. None while the database is not there or busy."""
-        boot, seq = self._last
-        statement = "SELECT boot, seq, body FROM events WHERE boot > ? OR (boot = ? AND seq > ?) ORDER BY boot, seq"
-        try:
-            with closing(sqlite3.connect(f"{self._database.as_uri()}?mode=ro", uri=True)) as database:
-                rows = database.execute(statement, (boot, boot, seq)).fetchall()
-        except sqlite3.Error:
-            return []
+        """Some of those since the last call, in order; none while the database is not there or busy."""
+        rows = self._rows(SINCE, *self._last)
         if rows:
             self._last = rows[-1][:2]
         return [msgspec.msgpack.decode(body, type=events.AnyEvent) for _, _, body in rows]
+
+    def _rows(self, statement: str, *parameters: int) -> list[tuple[Any, ...]]:
+        try:
+            with closing(sqlite3.connect(f"{self._database.as_uri()}?mode=ro", uri=True)) as database:
+                return database.execute(statement, parameters).fetchall()
+        except sqlite3.Error:
+            return []
 
 
 class Trial:
@@ -49,13 +57,15 @@ class Trial:
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self._say = run, say
-        self.lines: list[str] = []
-        """All that its controllers have printed."""
+        self.lines: deque[str] = deque(maxlen=LINES_MAX)
+        """The last that its controllers have printed."""
         self.is_own = True
         """This process started it."""
         self._process: subprocess.Popen[str] | None = None
         self._attached: psutil.Process | None = None
         self._readers: list[threading.Thread] = []
+        self._goes_on = threading.Event()
+        """A controller has said that it goes on after another."""
 
     @property
     def pid(self) -> int:
@@ -69,13 +79,14 @@ class Trial:
         """The controller has ended."""
         if self._process is not None:
             return self._process.poll() is not None
-        return self._attached is None or not self._attached.is_running()
+        return self._attached is None or not processes.living([self._attached])
 
     @property
     def last_words(self) -> str:
         """Why it ended, as far as it says so."""
-        said = [line for line in self.lines if "the run failed" in line or line.startswith("error:")]
-        return (said or self.lines or ["the run said nothing"])[-1]
+        lines = list(self.lines)
+        said = [line for line in lines if "the run failed" in line or line.startswith("error:")]
+        return (said or lines or ["the run said nothing"])[-1]
 
     def start(self, arguments: list[str]) -> None:
         """`python -m laminar.controller` with these arguments. It is not in our process group: Ctrl-C is for us."""
@@ -96,24 +107,28 @@ class Trial:
         """To a run that somebody else has started. Raises StartError if none runs."""
         try:
             with closing(sqlite3.connect(f"{self.run.database.as_uri()}?mode=ro", uri=True)) as database:
-                pid, outcome = database.execute("SELECT pid, outcome FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
+                last = "SELECT pid, outcome, code FROM boots ORDER BY boot DESC LIMIT 1"
+                pid, outcome, code = database.execute(last).fetchone()
             self._attached = psutil.Process(pid)
             lives = outcome is None and "laminar.controller" in self._attached.cmdline()
         except (sqlite3.Error, TypeError, psutil.Error):
             lives = False
         if not lives:
             raise StartError(f"no controller of {self.run.path} runs on this machine; start one, or give --cluster")
+        if code != __version__:
+            raise StartError(
+                f"{self.run.path} is run by Laminar {code}, this is {__version__}: use that one's laminar.chaos"
+            )
         self.is_own = False
 
     def resume(self) -> None:
         """Another controller in the place of one that was killed."""
-        told = len(self.lines)
+        self._goes_on.clear()
         self.start(["--resume", str(self.run.path)])
         deadline = time.monotonic() + RESUMED_S
-        while not any(line.startswith("goes on after a controller") for line in self.lines[told:]):
+        while not self._goes_on.wait(LOOK_S):
             if self.is_over or time.monotonic() > deadline:
                 return  # whatever it said is in its lines; the injector sees that it is over
-            time.sleep(LOOK_S)
 
     def kill_controller(self) -> None:
         """SIGKILL; its workers live on."""
@@ -145,3 +160,5 @@ class Trial:
         for line in process.stdout:
             self.lines.append(line.rstrip("\n"))
             self._say(line.rstrip("\n"))
+            if line.startswith(recovery.GOES_ON):
+                self._goes_on.set()

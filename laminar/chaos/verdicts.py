@@ -95,8 +95,10 @@ def one_version(evidence: Evidence, strikes: list[Strike]) -> list[str]:
         if row.dropped or not row.step:
             continue
         versions.setdefault(row.group, set()).add(row.behavior_version)
-        known = digests.get(row.behavior_version or "", row.digest)
-        if row.digest != known:
+        known = digests.get(row.behavior_version or "")
+        if known is None:
+            found.append(f"trajectory {format_id(row.id)} is of {row.behavior_version}, which was never published")
+        elif row.digest != known:
             found.append(f"trajectory {format_id(row.id)} has digest {row.digest}, {row.behavior_version} has {known}")
     if evidence.settings.group_versions == "regenerate":
         found += [f"group {format_id(g)} is of {sorted(map(str, v))}" for g, v in versions.items() if len(v) > 1]
@@ -141,7 +143,7 @@ def ended_well(evidence: Evidence, strikes: list[Strike]) -> list[str]:
     state = evidence.core.state
     if state.finished and not state.ok:
         found.append(f"the run failed: {state.finished}")
-    elif evidence.tables.boots[-1][4] is None and state.finished:
+    elif evidence.tables.boots[-1][3] is None and state.finished:
         found.append("the last controller ended without a word")
     return found
 

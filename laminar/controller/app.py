@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from laminar.controller.parts import Given, Parts
 from laminar.controller.plan import addresses_of
 from laminar.controller.reach import Reach
 from laminar.controller.rundir import last_port, write_url
+from laminar.controller.segments import OTHERWISE
 from laminar.controller.snapshots import Snapshots
 from laminar.controller.summary import summarize
 from laminar.controller.upkeep import MIB
@@ -59,6 +61,8 @@ class Application:
             self._set_damaged_aside()
         except OSError as error:
             raise StartError(f"cannot write the run's directory {self._run.path}: {error}") from error
+        except sqlite3.Error as error:
+            raise StartError(f"{self._run.database} cannot be read: {error}; {OTHERWISE}") from error
         self._outcome = actions.FinishRun(cause=0, reason="the controller failed", ok=False)
         try:
             await self._start()
@@ -139,7 +143,7 @@ class Application:
         parts = self._parts
         self._log.start(parts.channels.acknowledge)
         parts.runtime.start()
-        parts.watches.start()
+        parts.watches.start(check_database=self._history is not None)
         parts.runtime.own(parts.dashboard.run(), "dashboard")
         url = await self._listen()
         self._log.write(*answers.beginning(self._boot, parts.runtime.core.configured, self._data_state))
@@ -170,7 +174,7 @@ class Application:
         runtime = self._parts.runtime
         away_s = max(0.0, runtime.now() - self._history.died_at)
         self._parts.display.say(
-            f"goes on after a controller that died {away_s:.0f} s ago, at step {runtime.core.state.trainer.step}; "
+            f"{recovery.GOES_ON} that died {away_s:.0f} s ago, at step {runtime.core.state.trainer.step}; "
             f"{len(self._history.events)} events replayed; its workers have "
             f"{self._config.controller.heartbeat_timeout_s:g} s to come back"
         )
@@ -197,13 +201,7 @@ class Application:
         return runtime.finished.result()
 
     def _unwritable(self) -> actions.FinishRun:
-        reason = (
-            f"the event log {self._run.database} cannot be written: {self._log.failure}; "
-            "mend its disk or make room, then resume"
-        )
-        if isinstance(self._log.failure, Superseded):
-            reason = f"{self._log.failure}; this one has stopped, and leaves the run and its workers to that one"
-        return actions.FinishRun(cause=self._parts.runtime.seq, reason=reason, ok=False)
+        return actions.FinishRun(cause=self._parts.runtime.seq, reason=self._log.why_unwritable, ok=False)
 
     def _snapshot(self) -> bytes:
         parts = self._parts

@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 class Archive:
     """`archive/` of one run. Called from the event loop.
 
-    `on_stalled` hears why nothing can be written, and None when it could.
+    `on_stalled` hears why nothing can be written, whatever that is, and None when it could.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class Archive:
     async def _write_all(self) -> None:
         stalled = False
         while self._waiting:
-            batches = self._next_file()
             try:
+                batches = self._next_file()
                 await asyncio.to_thread(self._write, batches)
-            except (OSError, sqlite3.Error) as error:  # the latter, too, where a process has no file descriptor left
+            except Exception as error:  # noqa: BLE001 - also what pyarrow or the table may raise: the run waits, no token is lost
                 if not stalled:
-                    self._on_stalled(f"{self._directory}: {getattr(error, 'strerror', None) or error}")
+                    self._on_stalled(f"{self._directory}: {_in_words(error)}")
                 stalled = True
                 if self._closing.is_set():
                     return
@@ -207,6 +207,12 @@ class Archive:
                     if row["id"] in wanted:
                         (tokens,) = self._tokens.rows([row["id"]])
                         yield {name: row[column] for name, column in FROM_TABLE.items()}, tokens
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError | sqlite3.Error):  # the latter, too, where a process has no file descriptor left
+        return getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 # ---- after a controller that was killed ---------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Crew:
             else:
                 await self.launcher.start(self._anew(process))
             self._say(f"{worker} is started again")
-        except StartError as error:
+        except (StartError, OSError) as error:  # the latter: no port, no file descriptor
             self._lost(worker, 0, str(error))
 
     async def _start_trainer_again(self) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar import __version__
-from laminar.controller import schema
+from laminar.controller import damage, schema
 from laminar.controller.obstacles import CLEARABLE
 from laminar.controller.runlock import RunLock
 from laminar.controller.schema import Statement, checksum
@@ -40,6 +40,7 @@ CLEARABLE_CODES = (
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
+END = "INSERT OR REPLACE INTO ends VALUES (?, ?, ?)"
 RETRY_S = 1.0  # a full disk is looked at so often
 ROWS_AT_ONCE = (64, 8, 1)  # in one statement; few sizes, because SQLite parses each once
 LOCKED_S = 30.0  # someone else may hold a write transaction on the database: a person with an SQLite client
@@ -123,9 +124,9 @@ class EventLog:
         if not self.run_lock.is_held:
             self.run_lock.take(pid, host)
         try:
-            if not continues and (damage := schema.damage(self.path)):
+            if not continues and (what := damage.of_all(self.path)):
                 self.set_aside = (
-                    f"{self.path} is damaged ({damage}); it is kept as {schema.set_aside(self.path)}, a new one begins"
+                    f"{self.path} is damaged ({what}); it is kept as {schema.set_aside(self.path)}, a new one begins"
                 )
             with contextlib.closing(sqlite3.connect(self.path, timeout=LOCKED_S)) as database, database:
                 schema.prepare(database)
@@ -235,6 +236,16 @@ class EventLog:
         self.hurry()
         await waiter
 
+    @property
+    def why_unwritable(self) -> str:
+        """What its failure means, and what to do."""
+        if isinstance(self.failure, Superseded):
+            return f"{self.failure}; this one has stopped, and leaves the run and its workers to that one"
+        how = "mend its disk or make room, then resume"
+        if self.failure is not None and damage.is_damage(self.failure):
+            how = "resume it with --from-checkpoint, which sets the damaged file aside"
+        return f"the event log {self.path} cannot be written: {self.failure}; {how}"
+
     def close(self, timeout_s: float = 10.0, outcome: str = "") -> None:
         """Commit what is queued, stop the writer, give the run free. What went wrong is in `failure`.
 
@@ -285,6 +296,8 @@ class EventLog:
             batch, self._pending = self._pending, []
             frames, self._frames = self._frames, {}
             seq, since = self._appended, self._unwritten_since
+        if batch and seq:
+            batch.append((END, (self._boot, seq, schema.end_checksum(self._boot, seq))))
         rows = [(*worker, number, checksum(number, repr(worker).encode())) for worker, number in frames.items()]
         if batch or rows:
             self._write_patiently(database, batch, rows)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from laminar import __version__, wire
-from laminar.controller import wal
+from laminar.controller import damage, schema, wal
 from laminar.controller.channels import Channels, Kept
 from laminar.controller.effects import Effects
 from laminar.controller.schema import checksum
@@ -22,8 +22,11 @@ from laminar.controller.segments import DAMAGES_SHOWN, OTHERWISE, Past
 from laminar.core import events
 from laminar.core.engine import Core
 from laminar.core.records import State
-from laminar.errors import StartError
+from laminar.errors import LaminarError, StartError
 from laminar.ids import GroupId, TrajectoryId, WorkerId
+
+GOES_ON = "goes on after a controller"
+"""How a controller that takes over begins to say so; `laminar.chaos` waits for it."""
 
 ROLES: dict[type, str] = {
     events.ReplicaJoined: "rollout",
@@ -79,8 +82,7 @@ def read(database: Path) -> History:
 
 
 def _check(database: Path, connection: sqlite3.Connection) -> None:
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
+    if found := damage.of_needed(connection):
         raise StartError(f"the log {database} is damaged ({found}); {OTHERWISE}")
     (code,) = connection.execute("SELECT code FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
     if code != __version__:
@@ -92,20 +94,30 @@ def _check(database: Path, connection: sqlite3.Connection) -> None:
 def _read(connection: sqlite3.Connection, left_out: str) -> History:
     boot, seq, core = _last_snapshot(connection)
     rows = connection.execute(
-        "SELECT seq, body, crc FROM events WHERE boot >= ? AND seq > ? ORDER BY boot, seq", (boot, seq)
+        "SELECT seq, body, crc FROM events WHERE (boot, seq) > (?, ?) ORDER BY boot, seq", (boot, seq)
     ).fetchall()
     for expected, row in enumerate(rows, seq + 1):
         if row[0] != expected or checksum(*row[:2]) != row[2]:
             raise sqlite3.DatabaseError(f"event {expected} is damaged or missing")
-    (died_at,) = connection.execute("SELECT max(at) FROM events WHERE boot >= ?", (boot,)).fetchone()
+    died_at = _end(connection)
     return History(
         snapshot=core,
         events=[msgspec.msgpack.decode(body, type=events.AnyEvent) for _, body, _ in rows],
         frames=_frames(connection),
         segments=_segments(connection),
-        died_at=died_at or 0.0,
+        died_at=died_at,
         left_out=left_out,
     )
+
+
+def _end(connection: sqlite3.Connection) -> float:
+    """Run time of the last event, which has to be the one that was noted as such."""
+    last = connection.execute("SELECT boot, seq, at FROM events ORDER BY boot DESC, seq DESC LIMIT 1").fetchone()
+    noted = connection.execute("SELECT boot, seq, crc FROM ends ORDER BY boot DESC LIMIT 1").fetchone()
+    if last is None or noted is None or last[:2] != noted[:2] or schema.end_checksum(*noted[:2]) != noted[2]:
+        ends, written = (f"event {row[1]} of boot {row[0]}" if row else "no event" for row in (last, noted))
+        raise sqlite3.DatabaseError(f"it ends with {ends}, and {written} was written last")
+    return float(last[2])
 
 
 def _last_snapshot(connection: sqlite3.Connection) -> tuple[int, int, Snapshot]:
@@ -136,7 +148,9 @@ def _segments(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def replay(history: History, core: Core, channels: Channels, effects: Effects, past: Past) -> None:
-    """Bring a core that was restored from the snapshot, and the channels, to the last event. Raises StartError for lost tokens."""
+    """Bring a core that was restored from the snapshot, and the channels, to the last event. Raises StartError for
+    lost tokens, or an event that the core does not take.
+    """
     channels.acknowledge(core.state.seq + len(history.events))
     channels.resume(history.snapshot.channels)
     effects.relay_addresses.update(history.snapshot.relay_addresses)
@@ -144,24 +158,34 @@ def replay(history: History, core: Core, channels: Channels, effects: Effects, p
         effects.samplers.use(core.state.sampler)
     tokens, effects.tokens = effects.tokens, _PastPrefixes(past, core.state)
     for event in history.events:
-        if type(event) in ROLES:
-            _expect(channels, event, ROLES[type(event)])
-        new = core.handle(event)
-        if isinstance(event, events.RelayJoined):
-            effects.on_relay_joined(event)
-        elif isinstance(event, events.CheckpointSaved):
-            effects.on_checkpoint_saved(event.step)
-        for action in new:
-            effects.replay(action)
+        try:
+            _handle_again(event, core, channels, effects)
+        except LaminarError:
+            raise
+        except Exception as error:  # the log is no more what it was, or another core wrote it
+            what = f"event {event.seq} ({type(event).__name__}): {type(error).__name__}: {error}"
+            raise StartError(f"the log cannot be followed: {what}; {OTHERWISE}") from error
     effects.tokens = tokens
     channels.vouch(history.frames)
+
+
+def _handle_again(event: events.AnyEvent, core: Core, channels: Channels, effects: Effects) -> None:
+    if type(event) in ROLES:
+        _expect(channels, event, ROLES[type(event)])
+    new = core.handle(event)
+    if isinstance(event, events.RelayJoined):
+        effects.on_relay_joined(event)
+    elif isinstance(event, events.CheckpointSaved):
+        effects.on_checkpoint_saved(event.step)
+    for action in new:
+        effects.replay(action)
 
 
 def what_was_cut(history: History | None, past: Past) -> list[str]:
     """For people: what the log and the segments have that is no whole commit, of a run that goes on."""
     if history is None:
         return []
-    cut = [f"{damage}; left out: the log does not know of it" for damage in past.damages[:DAMAGES_SHOWN]]
+    cut = [f"{each}; left out: the log does not know of it" for each in past.damages[:DAMAGES_SHOWN]]
     return [history.left_out, *cut]
 
 

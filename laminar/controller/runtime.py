@@ -44,6 +44,8 @@ class Runtime:
         """Called between the core and the actions."""
         self.settled: Callable[[events.AnyEvent], None] = lambda event: None
         """Called after an event's actions."""
+        self.failed: Callable[[str, BaseException], None] = lambda name, error: None
+        """Called when a task that is owned has ended with an error; nobody waits for it."""
         self._log = log
         self._dump_directory = dump_directory
         self._inbox: deque[tuple[events.AnyEvent, Frame | None]] = deque()
@@ -67,9 +69,16 @@ class Runtime:
         self.own(self._measure_lag(), "lag")
 
     def own(self, coroutine: "asyncio._CoroutineLike[None]", name: str) -> None:
+        """Run it beside the others, until it ends or the runtime closes."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task.failed", task=task.get_name(), exc_info=error)
+            self.failed(task.get_name(), error)
 
     async def close(self) -> None:
         """Stop timers and tasks."""

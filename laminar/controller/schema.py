@@ -1,8 +1,8 @@
 """The tables of a run's database `run.db`. Any SQLite client reads them, also while the run goes on.
 
-`boots` has a row per controller process; `events`, `snapshots`, `segments` and `frames` are what a controller that takes over reads
-(`laminar.controller.recovery`), with a `checksum` of every row; `cores` and `answers` are what a replay needs besides
-(`laminar.controller.answers`); the others are records for people.
+`boots` has a row per controller process; `events`, `ends` (the last event of each boot), `snapshots`, `segments` and `frames` are
+what a controller that takes over reads (`laminar.controller.recovery`), with a `checksum` of every row; `cores` and `answers` are
+what a replay needs besides (`laminar.controller.answers`); the others are records for people.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS boots (
 CREATE TABLE IF NOT EXISTS events (
     boot INTEGER, seq INTEGER, at REAL, kind TEXT, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ends (boot INTEGER PRIMARY KEY, seq INTEGER, crc INTEGER);
 CREATE TABLE IF NOT EXISTS cores (boot INTEGER PRIMARY KEY, settings BLOB, data_state BLOB, code TEXT);
 CREATE TABLE IF NOT EXISTS answers (boot INTEGER, seq INTEGER, actions TEXT, PRIMARY KEY (boot, seq)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS snapshots (boot INTEGER, seq INTEGER, body BLOB, crc INTEGER, PRIMARY KEY (boot, seq));
@@ -61,18 +62,9 @@ def checksum(number: int, body: bytes) -> int:
     return zlib.crc32(body, number & 0xFFFFFFFF)
 
 
-def damage(database: Path) -> str:
-    """What is wrong with the file, if there is one; empty = nothing. Raises sqlite3.Error if it cannot be read at all."""
-    if not database.exists():
-        return ""
-    try:
-        with contextlib.closing(sqlite3.connect(database)) as connection:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise
-        return str(error)
-    return "" if found == "ok" else str(found)
+def end_checksum(boot: int, seq: int) -> int:
+    """Of a row of `ends`."""
+    return checksum(seq, str(boot).encode())
 
 
 def set_aside(database: Path) -> Path:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from laminar.controller import damage
 from laminar.controller.channels import Channels
 from laminar.controller.eventlog import EventLog
 from laminar.controller.loopwatch import LoopWatch
@@ -47,16 +48,19 @@ class Watches:
         say: Callable[[str], None],
     ) -> None:
         self.why_stalled = WhyStalled(run.path, runtime, channels, log, run.logs)
-        self._runtime, self._alarm, self._say = runtime, alarm, say
+        self._runtime, self._alarm, self._say, self._database = runtime, alarm, say, run.database
         self._loop = LoopWatch(run.logs, self._on_blocked)
+        runtime.failed = self._on_failed
         self._obstacles = Obstacles(
             [run.path, run.checkpoints, run.tokens, run.logs],
             failed=lambda reason: runtime.post(events.StorageFailed(reason=reason)),
             recovered=self._on_cleared,
         )
 
-    def start(self) -> None:
-        """Watch until the runtime closes."""
+    def start(self, *, check_database: bool) -> None:
+        """Watch until the runtime closes. `check_database`: it was opened as it was found."""
+        if check_database:
+            self._runtime.own(damage.look(self._database, self._alarm), "check-database")
         self._runtime.own(self.why_stalled.watch_tasks(), "watch-tasks")
         self._runtime.own(self._loop.run(), "watch-loop")
         self._runtime.own(self._obstacles.watch(), "watch-obstacles")
@@ -79,6 +83,13 @@ class Watches:
     def _on_cleared(self) -> None:
         self._say("the disk takes everything again")
         self._runtime.post(events.StorageRecovered())
+
+    def _on_failed(self, task: str, error: BaseException) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self._alarm(
+            "task-failed",
+            f"{task} of the controller ended with {why}; the run goes on without it, logs/controller.log says where",
+        )
 
     def _on_blocked(self, seconds: float) -> None:
         text = f"the controller's event loop stood still for {seconds:.0f} s; {self._loop.path} says in what"

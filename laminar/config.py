@@ -307,8 +307,9 @@ class LogConfig(Section, frozen=True, kw_only=True):
     """Group commit: events wait at most this long for others before they are written (`log/commit_lag_s/max` says how long they
     really took); not while somebody waits for them."""
     max_mib: int = 4096
-    """What `run.db` may hold. Above it the oldest events leave, in whole train steps: never those that a take-over needs, and no
-    records. 0 = everything stays. 256 replicas that report four times a second write some 4 MiB/s, a small run 0.1."""
+    """What `run.db` may hold. Above it the oldest events leave, in whole train steps; then the records of the oldest trajectories;
+    never what a take-over needs. 0 = everything stays. 256 replicas that report four times a second write some 4 MiB/s, a small run
+    0.1."""
     trace_share: float = 0.01
     """Share of the trajectories that become OpenTelemetry traces, 0 to 1, where the environment asks for these at all; of steps,
     publications, pulls and moves all do (docs/observability.md)."""

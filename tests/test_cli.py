@@ -365,6 +365,9 @@ def test_a_run_that_another_controller_holds_is_left_alone(shell: Shell) -> None
     log.begin_boot(1.0, os.getpid(), "here", 0)
     (run / "token").write_text("the other controller's")
     try:
+        for how in ((), ("--from-checkpoint",)):
+            shell.refused(shell.run("--resume", str(run), *how), f"in use by the controller with pid {os.getpid()}")
+        (run / "checkpoints" / "step-4").rename(run / "checkpoints" / "none-yet")
         shell.refused(shell.run("--resume", str(run)), f"in use by the controller with pid {os.getpid()}")
         assert (run / "token").read_text() == "the other controller's"
     finally:
@@ -383,6 +386,24 @@ def test_a_run_is_not_taken_over_from_a_controller_that_lives(shell: Shell) -> N
     shell.refused(shell.run("--resume", str(run), "run.steps=9"), "goes on as it was, without run.steps=9")
     moved = shell.run("--resume", str(run), "controller.host=127.0.0.2", "controller.port=7777", "--dry-run")
     assert "workers dial http://127.0.0.2:7777" in moved.stdout, moved.stderr
+
+
+def test_a_run_whose_token_is_gone_goes_on_and_says_what_that_costs(shell: Shell) -> None:
+    run = resumable(shell)
+    with sqlite3.connect(run / "run.db") as database:
+        database.execute("UPDATE boots SET outcome = NULL")
+        database.execute("INSERT INTO snapshots (boot, seq, body) VALUES (1, 1, ?)", (b"",))
+    done = shell.run("--resume", str(run))
+    assert f"{run}/token cannot be read (No such file or directory): workers that live cannot come back" in done.stdout
+    assert "no snapshot of the state is whole" in done.stderr
+
+
+def test_a_run_in_whose_directory_nothing_can_be_written(shell: Shell) -> None:
+    run = resumable(shell)
+    (run / "run.lock").unlink()
+    (run / "run.lock").mkdir()
+    words = ("cannot lock the run with", "Is a directory", "its directory must be there and yours to write")
+    shell.refused(shell.run("--resume", str(run)), *words)
 
 
 def test_a_database_that_is_none(shell: Shell) -> None:

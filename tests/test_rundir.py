@@ -210,3 +210,36 @@ def test_a_link_in_place_of_the_token_is_replaced_and_not_followed(tmp_path: Pat
 def test_a_url_that_cannot_be_written_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot write"):
         rundir.write_url(RunDirectory(tmp_path / "nowhere"), "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            sqlite3.SQLITE_CANTOPEN,
+            "cannot be read (no luck): is its directory there, with all files, and yours to write?",
+        ),
+        (sqlite3.SQLITE_CORRUPT, "is damaged (no luck); go on from the last checkpoint with --from-checkpoint"),
+    ],
+)
+def test_a_log_that_cannot_be_opened_is_not_called_damaged(
+    tmp_path: Path, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        error = sqlite3.OperationalError("no luck")
+        error.sqlite_errorcode = code
+        raise error
+
+    run = RunDirectory(tmp_path)
+    monkeypatch.setattr(sqlite3, "connect", fails)
+    assert run.unreadable() == f"the log {tmp_path}/run.db {words}"
+
+
+def test_a_token_that_is_no_text_is_replaced(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for data, why in ((b"", "it is empty"), (b"\xff\xfe", "codec can't decode")):
+        run.token.write_bytes(data)
+        assert why in rundir.why_no_token(run)
+        token = rundir.last_token(run)
+        assert len(token) > 30
+        assert rundir.last_token(run) == token

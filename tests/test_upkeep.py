@@ -4,7 +4,7 @@ import contextlib
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ class World:
         self.database = sqlite3.connect(self.path)
         schema.prepare(self.database)
         self.upkeep = Upkeep(self.path, bytes_max)
-        self.seq, self.alarms = 0, list[Alarm]()
+        self.seq, self.num_records, self.alarms = 0, 0, list[Alarm]()
 
     def steps(self, num: int, body: bytes = BODY) -> None:
         for _ in range(num):
@@ -111,6 +111,50 @@ def test_another_controller_keeps_the_bases_of_the_one_before(world: World) -> N
     assert world.snapshots == before
     world.steps(60)
     assert len(world.snapshots) > 3
+
+
+RECORD = "INSERT INTO trajectories (id, step, trained_at, dropped, digest) VALUES (?, ?, ?, ?, ?)"
+
+
+def recorded(world: World, num: int, saved: Collection[int] = range(2, 1000, 2)) -> None:
+    """Steps that leave large records and few events; every eighth trajectory is dropped."""
+    for step in range(1, num + 1):
+        for _ in range(8):
+            world.num_records += 1
+            dropped = "stale" if world.num_records % 8 == 0 else None
+            trained = (None, None) if dropped else (step, float(step))
+            world.write(RECORD, (world.num_records, *trained, dropped, "x" * 3000))
+        if step in saved:
+            world.write("INSERT OR REPLACE INTO checkpoints VALUES (?, '', NULL, 1.0)", (step,))
+        world.steps(1, body=b"")
+        for _ in range(4):  # more commits than steps
+            world.look()
+
+
+def test_records_of_old_trajectories_leave_when_no_more_events_can_and_people_are_told_how_many(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "ROWS_AT_ONCE", 100)  # of some 250 for which there is room
+    recorded(world, 70)
+    assert [alarm.name for alarm in world.alarms] == ["records-leave"], "once, and the limit is kept"
+    assert "more than log.max_mib = 1" in world.alarms[0].text
+    left = world.column("SELECT id FROM trajectories ORDER BY id")
+    assert left == list(range(left[0], 561)), "the oldest have left"
+    assert schema.num_gone(world.database) == left[0] - 1 > 200
+    assert world.path.stat().st_size < 2 * MIB
+
+
+def test_records_that_somebody_has_yet_to_read_stay(world: World) -> None:
+    world.upkeep.first_step_needed = lambda: 30
+    recorded(world, 70)
+    assert world.column("SELECT min(step) FROM trajectories") == [30]
+    assert [alarm.name for alarm in world.alarms] == ["records-leave", "log-too-large"]
+
+
+def test_records_of_steps_that_no_two_checkpoints_follow_stay(world: World) -> None:
+    recorded(world, 60, saved=(10, 20))
+    assert world.column("SELECT min(step) FROM trajectories") == [10]
+    assert "log-too-large" in [alarm.name for alarm in world.alarms]
 
 
 def test_a_limit_that_cannot_be_kept_is_told_once_and_again_after_it_could(world: World) -> None:

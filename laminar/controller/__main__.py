@@ -131,10 +131,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--from-checkpoint says how to --resume a run; add that")
     elif options.cluster is None:
         raise ConfigError("name a hosts file with --cluster (or a run with --resume); --help shows examples")
+    if run is not None and not options.dry_run:
+        RunLock(run.database).check()
     if run is not None and not options.from_checkpoint and (why := run.unreadable()):
-        raise StartError(
-            f"the log {run.database} is damaged ({why}); go on from the last checkpoint with --from-checkpoint"
-        )
+        raise StartError(why)
     continues = run is not None and not options.from_checkpoint and run.is_interrupted
     if run is not None:
         _check_resume(options, run, continues)
@@ -163,8 +163,6 @@ def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continu
     """Raises ConfigError for a run that cannot be resumed, or not so."""
     overrides = [each for each in options.overrides if each.partition("=")[0] not in MAY_MOVE]
     changed = [*overrides, *(options.sampler or "").split(), *filter(None, [options.config, options.cluster])]
-    if continues:
-        RunLock(run.database).check()
     if continues and changed:
         raise ConfigError(
             f"the controller of {run.path} died and its workers may be alive: the run goes on as it was, without {changed[0]}. "
@@ -173,6 +171,10 @@ def _check_resume(options: argparse.Namespace, run: rundir.RunDirectory, continu
         )
     if not continues and run.last_checkpoint() is None:
         raise ConfigError(f"{run.path} has no complete checkpoint to resume from; start a new run")
+    if continues and not options.dry_run and (why := rundir.why_no_token(run)):
+        print(
+            f"{run.token} cannot be read ({why}): workers that live cannot come back without it; they end, and are started again"
+        )
 
 
 def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> int:

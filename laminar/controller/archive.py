@@ -27,6 +27,7 @@ from laminar import wire
 from laminar.checkpoints import sync
 from laminar.controller.segments import Past
 from laminar.controller.tokens import TokenStore
+from laminar.controller.upkeep import FOREVER
 from laminar.core.records import State, Trajectory, TrajectoryState
 from laminar.errors import ConfigError
 from laminar.ids import GroupId, PromptId, TrajectoryId
@@ -108,6 +109,10 @@ class Archive:
         self._waiting.append(Batch(step, list(trajectories)))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write_all(), name="archive")
+
+    def first_step_needed(self) -> int:
+        """The first whose records in run.db it has yet to read. From any thread."""
+        return min([batch.step for batch in list(self._waiting)], default=FOREVER)
 
     def adopt(self, past: Past, state: State) -> str:
         """Let the token store hold what earlier boots wrote and is still needed, and archive what the archive lacks.

@@ -94,6 +94,7 @@ class Parts:
         self.signal = LearningSignal(self.alarm)
         on_stalled, wanted = self.watches.writer("archive"), config.log.archive == "parquet"
         self.archive = Archive(run.archive, run.database, self.tokens, on_stalled, wanted=wanted)
+        log.upkeep.first_step_needed = self.archive.first_step_needed
         self.effects = Effects(
             runtime=self.runtime,
             channels=self.channels,

@@ -86,14 +86,27 @@ class RunDirectory:
         return self.path / "token"
 
     def unreadable(self) -> str:
-        """Why its database cannot be read; empty = it can."""
+        """Why its database cannot be read, and what to do; empty = it can."""
         import sqlite3  # only here: the command line loads little
+
+        access = (
+            sqlite3.SQLITE_CANTOPEN,
+            sqlite3.SQLITE_PERM,
+            sqlite3.SQLITE_READONLY,
+            sqlite3.SQLITE_BUSY,
+            sqlite3.SQLITE_IOERR,
+        )
 
         try:
             with contextlib.closing(sqlite3.connect(f"{self.database.as_uri()}?mode=ro", uri=True)) as connection:
                 connection.execute("SELECT max(boot) FROM boots").fetchone()
         except sqlite3.Error as error:
-            return str(error)
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in access:
+                yours = "is its directory there, with all files, and yours to write?"
+                return f"the log {self.database} cannot be read ({error}): {yours}"
+            return (
+                f"the log {self.database} is damaged ({error}); go on from the last checkpoint with --from-checkpoint"
+            )
         return ""
 
     def has_begun(self) -> bool:
@@ -225,10 +238,15 @@ def write_token(run: RunDirectory) -> str:
 
 def last_token(run: RunDirectory) -> str:
     """The secret of a controller that died; a new one if it is gone, with which its workers cannot come back."""
+    return write_token(run) if why_no_token(run) else run.token.read_text()
+
+
+def why_no_token(run: RunDirectory) -> str:
+    """Why the secret of the controller before this one cannot be read; empty = it can."""
     try:
-        return run.token.read_text() or write_token(run)
-    except OSError:
-        return write_token(run)
+        return "" if run.token.read_text() else "it is empty"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
 
 
 def last_port(run: RunDirectory) -> int:

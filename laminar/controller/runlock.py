@@ -40,7 +40,9 @@ class RunLock:
             ) from None
         except OSError as error:
             self.release()
-            raise StartError(f"cannot lock the run with {self._path}: {error.strerror}") from error
+            raise StartError(
+                f"cannot lock the run with {self._path}: {error.strerror}; its directory must be there and yours to write"
+            ) from error
         if not _locks_work(self._path):
             self.release()
             raise StartError(

@@ -53,6 +53,7 @@ CREATE TABLE IF NOT EXISTS moves (
 CREATE TABLE IF NOT EXISTS levels (
     at REAL PRIMARY KEY, buffer_groups INTEGER, in_flight INTEGER, generating INTEGER, kv_tokens INTEGER, kv_tokens_max INTEGER
 );
+CREATE TABLE IF NOT EXISTS gone (what TEXT PRIMARY KEY, num INTEGER);
 CREATE TABLE IF NOT EXISTS alarms (at REAL, name TEXT, text TEXT);
 """
 
@@ -65,6 +66,12 @@ def checksum(number: int, body: bytes) -> int:
 def end_checksum(boot: int, seq: int) -> int:
     """Of a row of `ends`."""
     return checksum(seq, str(boot).encode())
+
+
+def num_gone(database: sqlite3.Connection) -> int:
+    """Trajectories whose records have left the database (`log.max_mib`). Raises sqlite3.Error."""
+    found = database.execute("SELECT num FROM gone WHERE what = 'trajectories'").fetchone()
+    return int(found[0]) if found else 0
 
 
 def set_aside(database: Path) -> Path:

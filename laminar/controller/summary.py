@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from laminar import checkpoints
+from laminar.controller.schema import num_gone
 from laminar.core.ledger import is_closed
 from laminar.core.records import Account, State
 
@@ -77,7 +78,10 @@ def _staleness(database: sqlite3.Connection) -> list[str]:
         lines.append(f"  {name:<16} " + "  ".join(f"{steps}: {count}" for steps, count in rows))
         if not rows:
             return []
-    return ["staleness          trained trajectories by trainer steps behind", *lines]
+    left_out = (
+        f", without {gone} older ones, whose records have left (log.max_mib)" if (gone := num_gone(database)) else ""
+    )
+    return [f"staleness          trained trajectories by trainer steps behind{left_out}", *lines]
 
 
 def _dropped(database: sqlite3.Connection) -> list[str]:

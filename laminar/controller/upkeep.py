@@ -6,16 +6,19 @@
 Bases are snapshots that are kept, so that events leave in whole train steps (long ones in parts, as snapshots are made), about an
 eighth of the limit at a time, and what is left can be replayed from its oldest snapshot. They are deleted, not moved: a second file
 would hold the same bytes on the same disk, and who wants them all can do without a limit. Answers go with their events, spans and
-moves with the events of their time. Records (trajectories, metrics …) stay.
+moves with the events of their time. When no more events can go, the oldest records of trajectories do, and `gone` says how many;
+the others (metrics, versions, alarms …) are few and stay.
 
 Invariants:
 * All events after the oldest snapshot are there; the last SNAPSHOTS_KEPT snapshots are never deleted.
+* A record stays until its trajectory was dropped, or trained by a step before the last two checkpoints and archived.
 * Everything here runs in the log's writer thread, between two commits, a few rows at a time.
 """
 
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +30,10 @@ SHARES = 8  # of the limit: few enough snapshots, and not much of the log at onc
 LOOK_S = 1.0  # sizes are looked at so often
 ROWS_AT_ONCE = 1000  # deleted between two commits: some milliseconds, and more than arrive meanwhile
 WAL_BYTES_MAX = 64 * MIB  # sixteen times what SQLite lets it grow to when no reader holds it up
+FOREVER = 1 << 62  # a step that no run reaches
 BUSY_MS, PATIENCE_MS = 10, 30_000  # for a reader to end, while commits wait; for a person's write transaction
+
+GONE = "INSERT INTO gone VALUES ('trajectories', ?) ON CONFLICT (what) DO UPDATE SET num = num + excluded.num"
 
 Place = tuple[int, int]
 """(boot, seq) of an event."""
@@ -59,10 +65,13 @@ class Upkeep:
     def __init__(self, database: Path, bytes_max: int) -> None:
         self.sizes = Sizes()
         """As of the last look; may be read in any thread."""
+        self.first_step_needed: Callable[[], int] = lambda: FOREVER
+        """The first step whose records somebody has yet to read (the archive). Called in the writer thread."""
         self._path, self._bytes_max = database, bytes_max
         self._looked_at = 0.0
         self._leaving: Place | None = None
         """Up to where events are being deleted."""
+        self._records_leave = False
         self._thinned: Place | None = None
         self._since_base = 0
         """Bytes of events from the last base to `_thinned`."""
@@ -72,13 +81,15 @@ class Upkeep:
         """Whatever is due. Raises sqlite3.Error."""
         if self._leaving is not None:
             self._delete_some(database, self._leaving)
+        elif self._records_leave:
+            self._records_leave = self._delete_records(database)
         now = time.monotonic()
         if now < self._looked_at + LOOK_S:
             return []
         self._looked_at = now
         self._thin_out(database)
         self.sizes = self._measure()
-        return [alarm for alarm in (self._keep_limit(database), self._keep_wal_short(database)) if alarm]
+        return [alarm for alarm in (*self._keep_limit(database), self._keep_wal_short(database)) if alarm]
 
     def _measure(self) -> Sizes:
         run = self._path.parent
@@ -101,20 +112,23 @@ class Upkeep:
                 with database:
                     database.execute("DELETE FROM snapshots WHERE (boot, seq) = (?, ?)", place)
 
-    def _keep_limit(self, database: sqlite3.Connection) -> Alarm | None:
-        """Let the oldest events go if the database holds more than it may; an alarm if there are none to go."""
+    def _keep_limit(self, database: sqlite3.Connection) -> list[Alarm | None]:
+        """Let the oldest go if the database holds more than it may: events, else records. Alarms, if it is not events."""
         if not self._bytes_max or self._leaving is not None:
-            return None
+            return []
         used = _used_bytes(database)
-        if used > self._bytes_max:
+        too_much = used > self._bytes_max
+        if too_much:
             self._leaving = self._next_to_go(database)
-        too_much = used > self._bytes_max and self._leaving is None
-        return self._tell_once(
-            "log-too-large",
-            too_much,
-            f"{self._path} holds {used // MIB} MiB, more than log.max_mib = {self._bytes_max // MIB}: its old events are gone, "
-            "what is left are records and the events of the last steps, which a take-over needs; give it more at the next --resume",
-        )
+        self._records_leave = too_much and self._leaving is None and self._delete_records(database)
+        is_stuck = too_much and self._leaving is None and not self._records_leave
+        holds = f"{self._path} holds {used // MIB} MiB, more than log.max_mib = {self._bytes_max // MIB}: its old events are gone,"
+        records = f"{holds} and now the records of the oldest trajectories go; give it more at the next --resume"
+        rest = f"{holds} and records, too; what is left is needed, or is of the last steps; give it more at the next --resume"
+        return [
+            self._tell_once("records-leave", self._records_leave or self._told.get("records-leave", False), records),
+            self._tell_once("log-too-large", is_stuck or (too_much and self._told.get("log-too-large", False)), rest),
+        ]
 
     def _next_to_go(self, database: sqlite3.Connection) -> Place | None:
         """Up to where the oldest events may go; the snapshot that they began with goes first."""
@@ -135,17 +149,31 @@ class Upkeep:
             gone = database.execute(
                 f"DELETE FROM events WHERE (boot, seq) IN ({oldest})", (*until, ROWS_AT_ONCE)
             ).rowcount
-            database.execute(
-                "DELETE FROM answers WHERE (boot, seq) < (SELECT boot, seq FROM events ORDER BY boot, seq LIMIT 1)"
-            )
+            first = "SELECT boot, seq, at FROM events ORDER BY boot, seq LIMIT 1"
+            boot, seq, at = database.execute(first).fetchone() or (*until, 0.0)
+            database.execute("DELETE FROM answers WHERE (boot, seq) < (?, ?)", (boot, seq))
             for table, time_of in (("spans", "end"), ("moves", "end"), ("levels", "at")):
                 gone += database.execute(
-                    f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?) "
-                    f"AND {time_of} < (SELECT at FROM events ORDER BY boot, seq LIMIT 1)",
-                    (ROWS_AT_ONCE,),
+                    f"DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} ORDER BY rowid LIMIT ?) AND {time_of} < ?",
+                    (ROWS_AT_ONCE, at),
                 ).rowcount
         if not gone:
             self._leaving = None
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    def _delete_records(self, database: sqlite3.Connection) -> bool:
+        """The oldest that may go; whether there were any."""
+        saved = "SELECT step FROM checkpoints WHERE saved_at IS NOT NULL ORDER BY step DESC LIMIT 1 OFFSET 1"
+        (before,) = database.execute(saved).fetchone() or (0,)
+        over = "(step < ? AND trained_at IS NOT NULL) OR (step IS NULL AND dropped IS NOT NULL)"
+        oldest = f"SELECT id FROM trajectories WHERE {over} ORDER BY id LIMIT ?"
+        before = min(before, self.first_step_needed())
+        with database:
+            num = database.execute(f"DELETE FROM trajectories WHERE id IN ({oldest})", (before, ROWS_AT_ONCE)).rowcount
+            if num:
+                database.execute(GONE, (num,))
+        return bool(num)
 
     # ---- the write-ahead log -------------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class Facts(msgspec.Struct, kw_only=True):
     checkpoints: list[tuple[int, float | None]]
     slowest: list[Slow]
     finish_reasons: list[tuple[str, int]]
+    num_gone: int
+    """Trajectories whose records have left the database: `staleness`, `slowest` and `finish_reasons` are without them."""
 
     @property
     def began(self) -> float:
@@ -132,6 +134,7 @@ def read(recording: Recording) -> Facts:
         alarms=recording.query("SELECT at, name, text FROM alarms ORDER BY at"),
         checkpoints=recording.query("SELECT step, saved_at FROM checkpoints ORDER BY step"),
         slowest=_slowest(recording),
+        num_gone=sum(row[1] for row in _rows_if_there(recording, "gone", "SELECT what, num FROM gone")),
         finish_reasons=recording.query(
             "SELECT coalesce(nullif(finish_reason, ''), 'none'), count(*) FROM trajectories GROUP BY 1 ORDER BY 2 DESC"
         ),

@@ -184,7 +184,8 @@ def staleness(facts: Facts) -> Html:
             mean = sum(value * num for value, num in counts) / total
             rows.append([name, f"{mean:.3f}", max(value for value, _ in counts), f"{total:,}"])
     plots.append(_plot(facts, "Over the run", [f"off_policy/{name}/mean" for name in STALENESSES], "trainer steps"))
-    return joined(_charts(plots), table(["", "mean", "max", "trained trajectories"], rows) if rows else None)
+    sums = table(["", "mean", "max", "trained trajectories"], rows) if rows else None
+    return joined(_charts(plots), sums, tables.without_gone(facts))
 
 
 def versions(facts: Facts) -> Html:

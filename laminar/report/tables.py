@@ -94,7 +94,16 @@ def slowest(facts: Facts) -> Html:
     return joined(
         element("p", f"From the draw to the reward. All trajectories by how they ended: {reasons}.", class_="muted"),
         table(head, rows, 2),
+        without_gone(facts),
     )
+
+
+def without_gone(facts: Facts) -> Html | None:
+    """How many trajectories are not counted, because their records have left the log."""
+    if not facts.num_gone:
+        return None
+    text = f"Without {facts.num_gone:,} older trajectories, whose records have left the log (log.max_mib)."
+    return element("p", text, class_="muted")
 
 
 def configuration(facts: Facts) -> Html:

@@ -116,7 +116,7 @@ class Detail:
         except sqlite3.Error as error:
             return _unreadable(error)
         if not found:
-            return _missing(LookupError(f"there is no group g{format_id(number)}"))
+            return await self._unknown(f"group g{format_id(number)}")
         members = [_past_member(row) for row in found]
         return _answer({**self._of_prompt(found[0]["prompt"]), "live": False, "why": _past_why(found[0]),
                         "version": found[0]["behavior_version"], "worker": None, "trajectories": members,
@@ -156,7 +156,7 @@ class Detail:
         except sqlite3.Error as error:
             return _unreadable(error)
         if known is None:
-            return _missing(LookupError(f"there is no trajectory t{format_id(number)}"))
+            return await self._unknown(f"trajectory t{format_id(number)}")
         if tokens["tokens"] is None and record is not None and not record.num_tokens:
             tokens["why_no_tokens"] = NO_TOKEN
         return _answer({**self._of_prompt(known["prompt"]), **known, **tokens})
@@ -232,6 +232,14 @@ class Detail:
     def _story(self, subject: str) -> list[dict[str, Any]]:
         rows = self._core.story.of(subject)[-STORY_SHOWN:]
         return [{"at": row.at, "text": row.text, "because": row.because} for row in rows]
+
+    async def _unknown(self, what: str) -> web.Response:
+        try:
+            gone = await self._read(self._records.num_gone)
+        except sqlite3.Error as error:
+            return _unreadable(error)
+        also = f", or its record is one of {gone:,} that have left the log (log.max_mib)" if gone else ""
+        return _missing(LookupError(f"there is no {what}{also}"))
 
     async def _read(self, work: Callable[[], Any]) -> Any:
         async with self._reading:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar.controller import schema
 from laminar.controller.web.lanes import Activity
 from laminar.ids import BOOT_SHIFT
 
@@ -58,6 +59,11 @@ class Records:
         """Its record; None if there is none."""
         with self._opened() as database:
             return next(_records(database, "id = ?", trajectory), None)
+
+    def num_gone(self) -> int:
+        """Trajectories whose records are not here any more (`log.max_mib`)."""
+        with self._opened() as database:
+            return schema.num_gone(database)
 
     def siblings(self, group: int) -> list[dict[str, Any]]:
         """The records of a group. Ids of groups and of their trajectories grow together, which is how they are found."""

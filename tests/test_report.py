@@ -296,3 +296,12 @@ async def test_a_step_is_as_long_as_the_runs_last_screen_says(busy: tuple[Path, 
     _, found = write(directory)
     told = found.rows()
     assert told[told.index("a step") + 1] == seconds[1]
+
+
+async def test_records_that_have_left_the_log_are_missed_aloud(busy: tuple[Path, RecordedWorld]) -> None:
+    directory, _ = busy
+    assert "have left the log" not in write(directory)[0]
+    with contextlib.closing(sqlite3.connect(directory / "run.db")) as database, database:
+        database.execute("INSERT INTO gone VALUES ('trajectories', 12345)")
+    words = "Without 12,345 older trajectories, whose records have left the log (log.max_mib)."
+    assert write(directory)[1].rows().count(words) == 2

@@ -85,6 +85,8 @@ def test_reward_accuracy_speed_staleness_ledger_and_what_to_do_next(run: Path) -
     ):
         assert line in text
     assert len(text.splitlines()) <= 24, "one screen"
+    insert(run, "INSERT INTO gone VALUES ('trajectories', ?)", (77,))
+    assert "steps behind, without 77 older ones, whose records have left (log.max_mib)\n" in summarize(run, state, 60.0)
 
 
 def test_what_became_of_the_trajectories_of_lost_replicas(run: Path) -> None:

@@ -382,6 +382,26 @@ def test_the_loop_hands_tokens_over_while_the_disk_is_busy(store: TokenStore, mo
     assert [entry.start for entry in entries] == [0, 1, 2]
 
 
+def test_a_disk_that_hangs_does_not_hang_the_end(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(store, A)
+    put(store, A, 1, 1, [1])
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hangs(file: int) -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(tokens.os, "fdatasync", hangs)
+    writer = threading.Thread(target=store.sync)
+    writer.start()
+    assert entered.wait(10)
+    with pytest.raises(TimeoutError, match=r"has not taken the last tokens within 0\.05 s"):
+        store.close(timeout_s=0.05)
+    go_on.set()
+    writer.join(10)
+    store.close()
+
+
 async def test_rows_read_in_a_thread_are_whole_while_the_loop_appends(store: TokenStore) -> None:
     started(store, A)
     store.put_prompt(GROUP, i32([5]))

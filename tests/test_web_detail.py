@@ -1,6 +1,7 @@
 """One replica, group or trajectory, looked at through a page: live ones, recorded ones, forgotten tokens, wrong names."""
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -108,6 +109,12 @@ async def test_what_has_left_the_core_is_read_from_the_database_and_its_tokens_a
         "trajectory/t7", "group/%3Cscript%3E",
     ):  # fmt: skip
         assert (await ask(world, path))[0] == 404, path
+    assert (await ask(world, "trajectory/t7.32"))[1]["error"] == "there is no trajectory t7.32"
+    with contextlib.closing(sqlite3.connect(tmp_path / "run.db")) as gone, gone:
+        gone.execute("INSERT INTO gone VALUES ('trajectories', 2500)")
+    for path, what in (("group/g7.8", "group g7.8"), ("trajectory/t7.32", "trajectory t7.32")):
+        error = (await ask(world, path))[1]["error"]
+        assert error == f"there is no {what}, or its record is one of 2,500 that have left the log (log.max_mib)"
 
 
 def test_siblings_are_found_among_many_groups(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ class Server:
         reason = self._channels.reason_to_refuse(hello)
         if reason:
             logger.warning("channel.refused", worker=hello.worker, reason=reason)
-            await socket.send_bytes(wire.encode(wire.ControllerEnvelope(0, 0, wire.Refused(reason=reason))))
+            refused = wire.encode(wire.ControllerEnvelope(0, 0, wire.Refused(reason=reason)))
+            await asyncio.wait_for(socket.send_bytes(refused), HELLO_TIMEOUT_S)
             await _close(socket)
             return None
         channel, returning = self._channels.greet(hello)

@@ -77,7 +77,7 @@ class TokenStore:
         """Numbers of the segment that is written to, and of those of earlier boots (-1, -2 …)."""
         self._lock = threading.Lock()
         """Held for moments: over `_outgoing`, `_full`, `_done` and the arrays of a response."""
-        self._disk = threading.Lock()
+        self._disk = threading.RLock()
         """Held by whoever writes."""
         self._outgoing: list[tuple[int, bytes]] = []
         """(file, bytes) that are not written yet."""
@@ -331,13 +331,16 @@ class TokenStore:
             self._full.append(self._segments[last].file)
         self._unlink_if_done(last)
 
-    def close(self) -> None:
-        """Close what is open. OSError if the disk does not take it."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close what is open. OSError if the disk does not take it: also if another thread has been writing for so long."""
+        if not self._disk.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the disk has not taken the last tokens within {timeout_s:g} s")
         try:
             self.sync()
         finally:
             for file in list(self._names):
                 self._close_file(file)
+            self._disk.release()
 
 
 def _joined(outgoing: list[tuple[int, bytes]]) -> dict[int, bytes]:

@@ -272,11 +272,16 @@ def test_a_sampler_that_is_none_is_refused_before_anything_starts(
     assert not (shell.directory / "runs").exists()
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_told_from_a_port_that_is_taken(shell: Shell, host: str) -> None:
+    shell.refused(shell.controller(f"controller.host={host}"), f"cannot listen on {host}:", "with controller.host=…")
+
+
 def test_an_occupied_port_is_one_message_and_leaves_no_process_and_no_token(shell: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = shell.controller(f"controller.port={port}", "run.name=mine")
-    shell.refused(done, f"cannot listen on 127.0.0.1:{port}", "controller.port=")
+    shell.refused(done, f"cannot listen on 127.0.0.1:{port} (Address already in use)", "controller.port=")
     shell.refused(done, f"nothing was started, and {shell.directory}/runs/mine is removed again")
     assert not (shell.directory / "runs" / "mine").exists()
 

@@ -191,7 +191,7 @@ def test_a_wrong_column_is_named_with_the_columns_there_are(tmp_path):
     ("row", "expected"),
     [
         ({"prompt": 5, "answer": "a"}, "line 2: prompt is int, expected text or a list of chat messages"),
-        ({"answer": "a"}, "line 2: prompt is NoneType"),
+        ({"answer": "a"}, "line 2: prompt is missing"),
         ({"prompt": "", "answer": "a"}, "line 2: prompt is empty"),
         ({"prompt": [], "answer": "a"}, "line 2: prompt is empty"),
         ({"prompt": ["hi"], "answer": "a"}, "line 2: message 0 is not an object with role and content"),
@@ -218,8 +218,8 @@ def test_many_unusable_rows_are_counted_and_the_first_ones_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b'{"prompt": "p", "answer": "a"}\n{"prompt": \n', ":2: not valid JSON"),
-        (b'{"prompt": "\xff"}\n', ":1: not valid JSON"),
+        (b'{"prompt": "p", "answer": "a"}\n{"prompt": \n', ":2: not valid JSON: Expecting value at column 11"),
+        (b'{"prompt": "\xff"}\n', ":1: not valid JSON: byte 12 is no UTF-8"),
         (b"[1]\n", ":1: expected a JSON object, got list"),
         (b"[" * 100_000, ":1: not valid JSON"),
         (b"", "the data set is empty"),

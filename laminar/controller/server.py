@@ -10,6 +10,9 @@ said goodbye; a peer that neither reads nor writes cannot delay that, nor the en
 
 import asyncio
 import contextlib
+import errno
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +66,12 @@ class Server:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise StartError(
-                f"cannot listen on {host}:{port} ({error.strerror or error}); "
-                "choose another with controller.port=… (0 = any free port)"
-            ) from error
+            has_no_such = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            advice = "choose another with controller.port=… (0 = any free port)"
+            if has_no_such:
+                advice = "name an address of this machine with controller.host=…"
+            raise StartError(f"cannot listen on {host}:{port} ({reason}); {advice}") from error
         self.port = self.access.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     async def close(self) -> None:

@@ -127,12 +127,19 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode("utf-8-sig").strip())
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from error
+                raise ConfigError(f"{path}:{number}: not valid JSON: {_what(error)}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
             yield f"line {number}", row
+
+
+def _what(error: Exception) -> str:
+    """Of a line, without its own count of lines."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return f"byte {error.start} is no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,6 +181,8 @@ def _to_prompt(row: dict[str, Any], task: TaskConfig, number: int) -> Prompt:
         messages = [_message(message, position) for position, message in enumerate(value)]
     elif isinstance(value, str):
         text = _templated(task, plain(value)) if value else ""
+    elif value is None:
+        raise ValueError(f"{task.prompt_key} is missing")
     else:
         raise ValueError(f"{task.prompt_key} is {type(value).__name__}, expected text or a list of chat messages")
     if not text and not messages:

@@ -2,6 +2,7 @@
 
 import pytest
 import xxhash
+from memory_link import Peer, Wire
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
@@ -19,32 +20,6 @@ FIRST, SECOND = (0, 64), (128, 192)
 DATA = bytes(range(128))
 
 
-class Wire:
-    """A link whose peer has said everything already."""
-
-    peer, medium = "peer", "memory"
-
-    def __init__(self) -> None:
-        self.said, self.answered = bytearray(), bytearray()
-
-    def send(self, *parts: memoryview | bytes) -> None:
-        self.answered += b"".join(parts)
-
-    def receive_into(self, view: memoryview) -> None:
-        if len(self.said) < len(view):
-            raise LinkEnded("peer closed the link")
-        view[:] = self.said[: len(view)]
-        del self.said[: len(view)]
-
-
-class Peer(Wire):
-    """Writes what it says into the link of the other end."""
-
-    def __init__(self, other: Wire) -> None:
-        super().__init__()
-        self.answered = other.said
-
-
 class Store:
     """The relay that collects."""
 
@@ -53,11 +28,14 @@ class Store:
         self.collection = Collection(V1, memoryview(self.slot))
         self.committed: list[int] = []
         self.left: list[tuple[int, str]] = []
+        self.fails_at = -1
 
     def join(self, wanted: Begin) -> Collection:
         return self.collection
 
     def commit(self, version: Version, rank: int, canary: object, publication: int) -> None:
+        if rank == self.fails_at:
+            raise BufferError("a bug")
         self.committed.append(rank)
         self.collection.end(ready=True)
 
@@ -127,3 +105,17 @@ def test_a_rank_that_ends_with_bytes_missing_loses_the_version():
 def test_a_link_that_ends_in_the_middle_loses_the_version():
     with pytest.raises(LinkEnded):
         received((0, DATA[:64]))
+
+
+def test_a_bug_in_the_thread_of_a_link_loses_the_version_and_keeps_no_slot():
+    link, store = Wire(), Store()
+    store.fails_at = 3
+    peer = Peer(link)
+    frames.send(peer, frames.Shards(version=V1, manifest=MANIFEST, world_size=4, num_ranks=2))
+    for rank, span in ((2, SECOND), (3, FIRST)):
+        frames.send(peer, frames.Share(rank=rank, ranges=pack([span])))
+    frames.send_bytes(peer, 0, memoryview(DATA[:64]))
+    frames.send(peer, whole(DATA[:64]))
+    with pytest.raises(BufferError):
+        ShardReceiver(link, frames.Frames(link), store, 7).run()  # type: ignore[arg-type]
+    assert [rank for rank, _ in store.left] == [2, 3]

@@ -91,6 +91,8 @@ class Receiver:
         verified = flow.verifies(end.digest)
         if verified:
             self._store.finish(flow, end.digest, end.canary)
+        elif self._is_over():
+            raise LinkEnded("the epoch is over")  # the next upstream goes on where this one stopped
         else:
             self._store.lose(flow, "its bytes do not have the master's digest" if end.digest else "lost upstream")
         frames.send(self._link, frames.Done(version=flow.version, verified=verified))

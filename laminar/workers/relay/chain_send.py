@@ -117,7 +117,8 @@ class Sender:
     def _send_rest(self, flow: Flow, base: Flow | None, start: int) -> None:
         """Chunks from `start` on, as they arrive here, each whole or as a delta to `base`."""
         chunk_bytes = self._chunk_bytes(flow.num_bytes)
-        while start < flow.num_bytes and not flow.lost and not self._is_over():
+        while start < flow.num_bytes and not flow.lost:
+            self._check_epoch()
             end = min(start + chunk_bytes, flow.num_bytes)
             self._sent.under_way = flow, start
             if (wait_s := self._bucket.wait_s()) > 0:
@@ -161,14 +162,21 @@ class Sender:
 
     def _send_end(self, flow: Flow) -> None:
         """The digest, once it is known, and the neighbour's word on it."""
-        while not flow.digest and not flow.lost and not self._is_over():
+        while not flow.digest and not flow.lost:
+            self._check_epoch()
             flow.wait_for_end(frames.SIGN_OF_LIFE_S)
             frames.send_nothing(self._link)
+        self._check_epoch()
         frames.send(self._link, frames.End(version=flow.version, digest=flow.digest, canary=flow.canary))
         done = self._incoming.expect(frames.Done)
         assert isinstance(done, frames.Done)
         if not done.verified and flow.digest:
             raise LinkEnded(f"{self._link.peer} received {flow.version} with wrong bytes")
+
+    def _check_epoch(self) -> None:
+        """Raises LinkEnded once it is over: what is unfinished the next link finishes, which an `End` would have begin again."""
+        if self._is_over():
+            raise LinkEnded("the epoch is over")
 
 
 def _clocked(work: Callable[[], None]) -> float:

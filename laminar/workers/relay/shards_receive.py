@@ -55,14 +55,14 @@ class ShardReceiver:
         self._collection: Collection | None = None
 
     def run(self) -> None:
-        """To the end of the version. Raises LinkEnded or a LaminarError; what was not complete by then is lost."""
+        """To the end of the version. Raises LinkEnded or a LaminarError; whatever it was, what is not complete by then is lost."""
         first = self._incoming.expect(frames.Shards)
         assert isinstance(first, frames.Shards)
         self._incoming.on_nothing = self._check_lost
         try:
             self._take(first)
-        except (LinkEnded, ProtocolError, RelayError) as error:
-            self._leave(first, f"the link from {self._link.peer} ended: {error}")
+        except BaseException as error:
+            self._leave(first, f"the link from {self._link.peer} ended: {str(error) or repr(error)}")
             raise
 
     def _take(self, first: frames.Shards) -> None:
@@ -108,9 +108,9 @@ class ShardReceiver:
             raise ProtocolError(f"{self._link.peer} ended the shards of rank {whole.rank}, of which bytes are missing")
         if writer.digest.digest() != whole.digest:
             raise ProtocolError(f"the shards of rank {whole.rank} did not arrive as {self._link.peer} sent them")
+        self._store.commit(first.version, whole.rank, whole.canary, self._publication)
         del self._writers[whole.rank]
         self._num_whole += 1
-        self._store.commit(first.version, whole.rank, whole.canary, self._publication)
 
     def _check_lost(self) -> None:
         if self._collection is not None and self._collection.lost:

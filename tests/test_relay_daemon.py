@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from chain_world import Relay, content, manifest_of
 from controller_end import FAST, ORPHANING, TOKEN, ControllerEnd
 from relay_world import (
     LIMIT_S,
@@ -28,13 +29,15 @@ from relay_world import (
 
 from laminar import wire
 from laminar.channel import Session
-from laminar.config import Config
+from laminar.config import Config, RelayConfig
 from laminar.workers.relay import paths, protocol
 from laminar.workers.relay.client import RelayClient, RelayError
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.digest import digest
 from laminar.workers.relay.manifest import Manifest
 from laminar.workers.relay.versions import Versions
+
+BROADCAST_BYTES = 24 << 20  # at 20 Mbit/s ten seconds: some reports fall into it
 
 
 @pytest.fixture
@@ -282,13 +285,66 @@ async def test_it_tells_the_controller_what_its_links_are_made_of():
     process = start_under(controller, TOKEN, "--listen", "127.0.0.1")
     try:
         await controller.until(lambda: controller.of(wire.RelayReport) != [])
-        assert controller.of(wire.RelayReport) == [wire.RelayReport(transport="tcp over TCP")]
+        empty = [wire.SlotReport(state="free")] * 3
+        assert controller.of(wire.RelayReport) == [wire.RelayReport(transport="tcp over TCP", slots=empty)]
         await controller.send(wire.Stop(reason="the run is done"))
         _, log = await asyncio.to_thread(process.communicate, timeout=LIMIT_S)
         assert process.returncode == 0, log
     finally:
         process.kill()
         await controller.stop()
+
+
+async def test_in_the_middle_of_a_broadcast_it_tells_the_controller_what_is_in_its_slots_and_how_far_it_is():
+    limited = msgspec.structs.replace(FAST, relay=RelayConfig(rate_limit_mbit=20))
+    controller, directory = await run_controller(limited)
+    process = start_under(controller, TOKEN, "--listen", "127.0.0.1")
+    downstream = await asyncio.to_thread(Relay, "r1", TOKEN)
+    client = RelayClient(directory, LIMIT_S)
+    try:
+        neighbour = await asyncio.to_thread(lambda: downstream.neighbour)
+        await asyncio.to_thread(downstream.client.arrange, 1, "relay-0", None)
+        await controller.until(lambda: controller.of(wire.RelayReady) != [])
+        await controller.send(wire.ArrangeChain(epoch=1, upstream=None, downstream=neighbour, num_relays=2))
+        data = memoryview(content(version(1), BROADCAST_BYTES))
+        buffer = await asyncio.to_thread(client.begin, version(1), manifest_of(BROADCAST_BYTES), 0, 1)
+        assert buffer is not None
+        buffer[:] = data
+        await asyncio.to_thread(client.commit, version(1))
+        with await asyncio.to_thread(lambda: client.lease(version(1), wait_s=LIMIT_S)):
+            before, report, after = await _report_between(controller, client)
+        assert report.sending is not None
+        assert (report.sending.version, report.sending.total_bytes) == (version(1), BROADCAST_BYTES)
+        assert _sent(before) <= report.sending.num_bytes <= _sent(after)
+        assert before.chain_sent_bytes <= report.sent_bytes <= after.chain_sent_bytes
+        told = [(slot.state, slot.version, slot.num_leases) for slot in report.slots]
+        assert told == [(slot.state, slot.version, slot.num_leases) for slot in after.slots]
+        assert told == [("ready", version(1), 2), ("free", None, 0), ("free", None, 0)], "a reader, and the link"
+        assert report.slot_bytes == after.capacity_bytes == BROADCAST_BYTES
+    finally:
+        client.close()
+        process.kill()
+        process.communicate()
+        paths.remove(directory)
+        await asyncio.to_thread(downstream.end)
+        await controller.stop()
+
+
+async def _report_between(
+    controller: ControllerEnd, client: RelayClient
+) -> tuple[protocol.Status, wire.RelayReport, protocol.Status]:
+    """The first report in which a version is going downstream, and the relay's own status before and after it."""
+    while True:
+        num, before = len(controller.of(wire.RelayReport)), await asyncio.to_thread(client.status)
+        await controller.until(lambda: len(controller.of(wire.RelayReport)) > num)  # noqa: B023 - called at once
+        report, after = controller.of(wire.RelayReport)[num], await asyncio.to_thread(client.status)
+        if report.sending is not None and before.chain is not None and before.chain.outgoing is not None:
+            return before, report, after
+
+
+def _sent(status: protocol.Status) -> int:
+    going = status.chain.outgoing if status.chain is not None else None
+    return going.num_bytes if going is not None else BROADCAST_BYTES
 
 
 async def test_an_orphan_stops_and_removes_its_shared_memory():

@@ -286,6 +286,21 @@ def test_a_publication_that_still_fills_is_lost_when_its_version_is_published_an
     assert [slot.publication for slot in table.slots] == [0, 2, 0]
 
 
+def test_a_copy_that_its_ranks_publish_anew_is_no_lost_publication():
+    table, lost = make_table()
+    copy = table.receive(version(1), MANIFEST)
+    assert copy is not None
+    assert table.begin(version(1), MANIFEST, 0, 1, publication=4) is not copy
+    assert copy.lost
+    assert not lost, "the controller would take it for the publication that is under way"
+    table.drop(version(1))
+    with pytest.raises(RelayError, match="published already"):
+        table.begin(version(1), MANIFEST, 0, 2, publication=4)
+    table.commit(version(1), 0, publication=4)
+    table.finish(version(1), "digest", b"")
+    assert states(table) == [("free", None), ("ready", 1), ("free", None)]
+
+
 def test_a_version_that_was_ready_is_not_published_again():
     table, _ = make_table()
     publish(table, 1)

@@ -5,11 +5,13 @@ import json
 from core_world import Driver, settings
 from test_core_moves import check, tailing
 
+from laminar.console.view import View
+from laminar.controller.console import reported
 from laminar.controller.status import status_of
 from laminar.core import events
 from laminar.core.operator_records import Condition
 from laminar.ids import Version, WorkerId
-from laminar.wire import Progress, RelayReport
+from laminar.wire import Progress, RelayReport, SlotReport
 
 
 def test_the_status_says_why_each_replica_was_emptied_or_not_and_what_moved() -> None:
@@ -60,7 +62,15 @@ def test_the_status_tells_what_each_relay_uses_and_how_far_it_is():
     driver.start("r0")
     driver.relay("relay-1", host="h1")
     coming = Progress(version=Version(1, 0), num_bytes=3 << 20, total_bytes=4 << 20)
-    report = RelayReport(transport="ucx over TCP", sent_bytes=8 << 20, wire_bytes=1 << 20, receiving=coming)
+    filling = SlotReport(state="filling", version=Version(1, 0), num_leases=1)
+    report = RelayReport(
+        transport="ucx over TCP",
+        sent_bytes=8 << 20,
+        wire_bytes=1 << 20,
+        receiving=coming,
+        slots=[filling, SlotReport(state="free")],
+        slot_bytes=4 << 20,
+    )
     gone = RelayReport(transport="tcp over TCP")
     told = json.loads(json.dumps(status_of(driver.core, {WorkerId("relay-1"): report, WorkerId("relay-9"): gone})))
     assert list(told["relays"]["links"]) == ["relay-1"]
@@ -68,6 +78,26 @@ def test_the_status_tells_what_each_relay_uses_and_how_far_it_is():
     assert (link["transport"], link["sent_bytes"], link["wire_bytes"]) == ("ucx over TCP", 8 << 20, 1 << 20)
     assert link["receiving"] == {"version": "v1", "bytes": 3 << 20, "of": 4 << 20}
     assert link["sending"] is None
+    free = {"state": "free", "version": None, "leases": 0}
+    assert link["slots"] == [{"state": "filling", "version": "v1", "leases": 1}, free]
+    assert link["slot_bytes"] == 4 << 20
+    view = View(driver.core, target="live", now=0.0, began=0.0)
+    own, said = reported({WorkerId("relay-1"): report, WorkerId("relay-9"): gone})(view, []).tables
+    assert [row[1] for row in own.rows] == ["relay-0", "relay-1"]
+    (row,) = said.rows
+    assert dict(zip(said.columns, row, strict=True)) == {
+        "relay": "relay-1",
+        "slots": "v1 filling, free",
+        "slot_bytes": 4 << 20,
+        "leases": 1,
+        "receiving": "v1 75%",
+        "sending": "",
+        "sent_bytes": 8 << 20,
+        "wire_bytes": 1 << 20,
+        "kept": "",
+        "kept_bytes": 0,
+        "links": "ucx over TCP",
+    }
 
 
 def test_the_status_tells_what_an_operator_holds_and_has_changed() -> None:

@@ -6,15 +6,20 @@ the log like all others.
 
 from collections.abc import Callable, Mapping
 
-from laminar.console.answers import Answer
+from msgspec import structs
+
+from laminar.console.answers import Answer, Cell, table
 from laminar.console.commands import COMMANDS
+from laminar.console.commands.fleet import show_relays
 from laminar.console.language import Function, Language
 from laminar.console.place import Reply, reply
 from laminar.console.view import View
 from laminar.controller.crew import Crew
 from laminar.controller.runtime import Runtime
 from laminar.controller.samplerchange import SamplerChange
+from laminar.ids import WorkerId
 from laminar.samplers import Samplers
+from laminar.wire import Progress, RelayReport
 
 LINE_CHARACTERS_MAX = 4096  # more than anybody types, and no work to refuse
 
@@ -44,10 +49,49 @@ class Console:
 
 
 def functions(
-    runtime: Runtime, samplers: Samplers, crew: Crew, alarm: Callable[[str, str], None]
+    runtime: Runtime,
+    samplers: Samplers,
+    crew: Crew,
+    alarm: Callable[[str, str], None],
+    reports: Mapping[WorkerId, RelayReport],
 ) -> dict[str, Function]:
-    """The commands that need more than the core."""
-    return {"sampler": SamplerChange(runtime, samplers, alarm).choose, "join": joining(crew)}
+    """The commands that need more than the core. `reports`: what relays said of themselves last."""
+    choose = SamplerChange(runtime, samplers, alarm).choose
+    return {"sampler": choose, "join": joining(crew), "relays": reported(reports)}
+
+
+def reported(reports: Mapping[WorkerId, RelayReport]) -> Function:
+    """The command `relays`, with what relays say of themselves; no older than a second or two."""
+
+    def relays(view: View, words: list[str]) -> Answer:
+        answer = show_relays(view, words)
+        known = [worker for worker in view.state.chain.order if worker in reports]
+        rows = [_of_relay(worker, reports[worker]) for worker in known]
+        columns = "relay slots slot_bytes leases receiving sending sent_bytes wire_bytes kept kept_bytes links"
+        told = [table("as they say of themselves", columns, rows)] if rows else []
+        return structs.replace(answer, tables=[*answer.tables, *told])
+
+    return relays
+
+
+def _of_relay(worker: WorkerId, report: RelayReport) -> list[Cell]:
+    return [
+        worker,
+        ", ".join(f"{slot.version} {slot.state}" if slot.version else slot.state for slot in report.slots),
+        report.slot_bytes,
+        sum(slot.num_leases for slot in report.slots),
+        _progress(report.receiving),
+        _progress(report.sending),
+        report.sent_bytes,
+        report.wire_bytes,
+        " ".join(map(str, report.kept)),
+        report.kept_bytes,
+        report.transport,
+    ]
+
+
+def _progress(progress: Progress | None) -> str:
+    return f"{progress.version} {progress.num_bytes / progress.total_bytes:.0%}" if progress else ""
 
 
 def joining(crew: Crew) -> Function:

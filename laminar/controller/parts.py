@@ -141,7 +141,8 @@ class Parts:
         self._open_routes()
 
     def _open_routes(self) -> None:
-        commands = functions(self.runtime, self.effects.samplers, self.crew, self.alarm)
+        samplers, reports = self.effects.samplers, self.telemetry.relays
+        commands = functions(self.runtime, samplers, self.crew, self.alarm, reports)
         stalled = self.watches.why_stalled.report
         operator = Operator(self.runtime, self.channels, status=self._status, why_stalled=stalled, commands=commands)
         prometheus = Prometheus(self._given.run.name, self.runtime, self.telemetry, self.log)

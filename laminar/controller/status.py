@@ -10,7 +10,7 @@ from laminar.core.engine import Core
 from laminar.core.records import RepackRecord, State
 from laminar.core.turn import Turn
 from laminar.ids import WorkerId
-from laminar.wire import Progress, RelayReport
+from laminar.wire import Progress, RelayReport, SlotReport
 
 
 def status_of(core: Core, reports: Mapping[WorkerId, RelayReport]) -> dict[str, object]:
@@ -99,6 +99,16 @@ def _link(report: RelayReport) -> dict[str, object]:
         "sending": _progress(report.sending),
         "kept_as_deltas": [str(version) for version in report.kept],
         "kept_bytes": report.kept_bytes,
+        "slots": [_slot(slot) for slot in report.slots],
+        "slot_bytes": report.slot_bytes,
+    }
+
+
+def _slot(slot: SlotReport) -> dict[str, object]:
+    return {
+        "state": slot.state,
+        "version": str(slot.version) if slot.version else None,
+        "leases": slot.num_leases,
     }
 
 

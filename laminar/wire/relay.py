@@ -70,6 +70,16 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
 
 
+class SlotReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One version slot."""
+
+    state: str
+    """``free``, ``filling`` or ``ready``."""
+    version: Version | None = None
+    num_leases: int = 0
+    """Of readers: replicas, and the links that send it."""
+
+
 class RelayReport(Message, frozen=True, kw_only=True):
     """How it goes; for people, at most once a second and only when something has changed."""
 
@@ -86,6 +96,9 @@ class RelayReport(Message, frozen=True, kw_only=True):
     kept: list[Version] = []
     """Old versions that it has as deltas, oldest first."""
     kept_bytes: int = 0
+    slots: list[SlotReport] = []
+    slot_bytes: int = 0
+    """Shared memory of each slot; 0 = they are not made yet."""
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):

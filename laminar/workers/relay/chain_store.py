@@ -101,7 +101,7 @@ class ChainStore:
 
     def lose_incoming(self) -> None:
         """What was coming from upstream will not come."""
-        self._call(self._versions.lose_incoming)
+        self._run(self._versions.lose_incoming(), None)
 
     def _call(self, work: Callable[[], _Result], link: Link | None = None) -> _Result:
         async def run() -> _Result:

@@ -24,7 +24,7 @@ import structlog
 
 from laminar.errors import ProtocolError
 from laminar.ids import Version
-from laminar.wire import Neighbour, Progress, RelayReport
+from laminar.wire import Neighbour, Progress, RelayReport, SlotReport
 from laminar.workers.relay import protocol
 from laminar.workers.relay.chain import Chain, Place
 from laminar.workers.relay.chain_store import ChainStore
@@ -115,12 +115,20 @@ class RelayServer:
     def report(self) -> RelayReport:
         """What people may want to see of it in the controller."""
         old = self.versions.old
-        kept = RelayReport(kept=[kept.version for kept in old.kept], kept_bytes=old.num_bytes)
+        alone = RelayReport(
+            kept=[kept.version for kept in old.kept],
+            kept_bytes=old.num_bytes,
+            slots=[
+                SlotReport(state=slot.state.value, version=slot.version, num_leases=len(slot.leases))
+                for slot in self._table.slots
+            ],
+            slot_bytes=self.versions.memory.capacity_bytes,
+        )
         if self._chain is None:
-            return kept
+            return alone
         chain, sent = self._chain_status(self._chain), self._chain.sent
         return msgspec.structs.replace(
-            kept,
+            alone,
             transport=chain.transport,
             sent_bytes=sent.version_bytes,
             wire_bytes=sent.wire_bytes,
@@ -228,7 +236,7 @@ class RelayServer:
         except RelayError:
             connection.writing.pop((request.version, request.rank), None)
             raise
-        return protocol.Begun(file=self._file(slot))
+        return protocol.Begun(file=slot_name(slot.index))
 
     def _wrote(self, connection: _Connection, request: protocol.Wrote) -> protocol.Done:
         publication = self._publication(connection, request)
@@ -269,7 +277,7 @@ class RelayServer:
             lease=lease,
             version=slot.version,
             digest=slot.digest,
-            file=self._file(slot),
+            file=slot_name(slot.index),
             manifest=slot.manifest,
             canary=slot.canary,
         )
@@ -286,19 +294,16 @@ class RelayServer:
         if request.lease not in connection.leases:
             raise RelayError(f"distrust of lease {request.lease}: this connection does not hold it")
         slot = connection.leases[request.lease]
-        files = self.versions.files
-        assert files is not None
-        if await asyncio.to_thread(digest, files.view(slot.index, slot.num_bytes)) != slot.digest:
+        if await asyncio.to_thread(digest, self.versions.memory.view(slot)) != slot.digest:
             self.versions.discard(slot)
         return protocol.Done()
 
     def _status(self) -> protocol.Status:
-        files = self.versions.files
         return protocol.Status(
-            slots=[_slot_status(slot, self._file(slot)) for slot in self._table.slots],
-            capacity_bytes=files.capacity_bytes if files is not None else 0,
+            slots=[_slot_status(slot) for slot in self._table.slots],
+            capacity_bytes=self.versions.memory.capacity_bytes,
             num_connections=len(self._connections),
-            num_prefaulted=self.versions.num_prefaulted,
+            num_prefaulted=self.versions.memory.num_prefaulted,
             old=_old_status(self.versions.old),
             chain_port=self._chain.port if self._chain is not None else 0,
             chain=self._chain_status(self._chain) if self._chain is not None else None,
@@ -319,10 +324,6 @@ class RelayServer:
             incoming=_progress(coming, coming.received) if coming is not None else None,
             outgoing=_progress(*going) if going is not None else None,
         )
-
-    def _file(self, slot: Slot) -> str:
-        files = self.versions.files
-        return files.names[slot.index] if files is not None else slot_name(slot.index)
 
     # ---- tasks
 
@@ -355,9 +356,9 @@ def _old_status(old: OldVersions) -> protocol.OldStatus:
     )
 
 
-def _slot_status(slot: Slot, file: str) -> protocol.SlotStatus:
+def _slot_status(slot: Slot) -> protocol.SlotStatus:
     return protocol.SlotStatus(
-        file=file,
+        file=slot_name(slot.index),
         state=slot.state.value,
         version=slot.version,
         digest=slot.digest,

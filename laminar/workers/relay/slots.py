@@ -55,6 +55,8 @@ class Slot(msgspec.Struct, kw_only=True):
     """Number of the order that its ranks follow; 0 = of none."""
     num_here: int = 0
     """Ranks that write to it."""
+    is_copy: bool = False
+    """The chain brings it, or a delta: its end is this relay's own business, and no publication's."""
     ranges: dict[int, bytes] = {}
     """What each rank that told so writes."""
     writing: dict[int, None] = {}
@@ -98,7 +100,7 @@ class SlotTable:
     """The decisions, without I/O.
 
     `on_lost(version, reason, publication)` is called once for each publication that is lost, `on_dropped(version)` for each
-    READY version that is recycled.
+    READY version that is recycled. Nobody is told of a copy that is given up.
     """
 
     def __init__(
@@ -179,9 +181,11 @@ class SlotTable:
         assert slot.version is not None
         slot.lost = reason
         version, publication = slot.version, slot.publication
-        self._settle(version, publication, f"{version} is lost ({reason})")
+        if not slot.is_copy:
+            self._settle(version, publication, f"{version} is lost ({reason})")
         self._free_if_unused(slot)
-        self._on_lost(version, reason, publication)
+        if not slot.is_copy:
+            self._on_lost(version, reason, publication)
 
     def refuse(self, version: Version, reason: str, publication: int = 0) -> None:
         """All ranks of a publication that has no slot are to get this error."""
@@ -221,7 +225,7 @@ class SlotTable:
         elif not (slot.is_part and slot.complete) or slot.leases or slot.manifest != manifest:
             return None
         if slot is not None:
-            slot.world_size = slot.num_here = 1
+            slot.world_size, slot.num_here, slot.is_copy = 1, 1, True
             slot.publication, slot.committed, slot.writing = 0, {}, {UPSTREAM: None}
         return slot
 
@@ -229,15 +233,16 @@ class SlotTable:
         """The slot for a version that was READY here and is rebuilt; it stays as old as it was. None: there is no place."""
         slot = self._claim(version, manifest, 1, 0, 1)
         if slot is not None:
-            slot.order, slot.writing = order, {UPSTREAM: None}
+            slot.order, slot.is_copy, slot.writing = order, True, {UPSTREAM: None}
         return slot
 
     def drop(self, version: Version) -> None:
         """What came from upstream, or was rebuilt, is given up, and nobody is told: it may come again."""
         slot = self._writer(version, UPSTREAM, 0, "drop")
         del slot.writing[UPSTREAM]
-        slot.lost = "dropped"
-        self._outcomes.pop(version, None)
+        if not slot.lost:  # else ranks publish it anew, and what becomes of that is to be remembered
+            self._outcomes.pop(version, None)
+        slot.lost = slot.lost or "dropped"
         self._free_if_unused(slot)
 
     def discard(self, slot: Slot) -> None:

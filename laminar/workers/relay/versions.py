@@ -27,6 +27,7 @@ from laminar.workers.relay.ranges import check_manifest
 from laminar.workers.relay.shard_traffic import ShardTraffic
 from laminar.workers.relay.shards import Collection, Outgoing
 from laminar.workers.relay.slot_files import SlotFiles, free_bytes
+from laminar.workers.relay.slot_memory import SlotMemory
 from laminar.workers.relay.slots import UPSTREAM, Slot, SlotTable
 
 log = structlog.get_logger("laminar.relay")
@@ -51,50 +52,45 @@ class Versions:
         free: Callable[[Path], int] = free_bytes,
         fill_timeout_s: float = FILL_TIMEOUT_S,
     ) -> None:
-        self.directory, self.num_slots = directory, num_slots
+        self.directory = directory
+        # Two threads: one may prefault the later slots while the first version is digested in the other.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
+        self.memory = SlotMemory(directory, num_slots, free, self._threads)
         self.table = SlotTable(num_slots, self._report_lost, lambda version: self.old.recycled(version))
         self.old = OldVersions(
             self.table,
             old_versions_share,
-            view=self._view,
-            writable=self._writable,
-            capacity=lambda: self.files.capacity_bytes if self.files is not None else 0,
+            view=self.memory.view,
+            writable=self.memory.writable,
+            capacity=lambda: self.memory.capacity_bytes,
             on_gone=lambda version: on_event(VersionDropped(version=version)),
             start=self._start,
         )
         self.shards = ShardTraffic(self.table)
-        self.files: SlotFiles | None = None
         self.on_news: Callable[[], None] = lambda: None
         """Called when there is a version that there was not: READY, or digested."""
         self.on_unusable: Callable[[str], None] = lambda reason: None
         """Called when this host has no room for the slots: nothing can ever come through here."""
-        self._on_event, self._free, self._fill_timeout_s = on_event, free, fill_timeout_s
+        self._on_event, self._fill_timeout_s = on_event, fill_timeout_s
         self._allocating = asyncio.Lock()
-        self._prefaulted: list[asyncio.Future[None]] = []
         self._deadlines: dict[Version, asyncio.TimerHandle] = {}
         self._changed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        # Two threads: one may prefault the later slots while the first version is digested in the other.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
-        self._incoming: Flow | None = None
+        self._accepting = asyncio.Lock()
+        """Held by whoever changes what comes from upstream."""
+        self._incoming: tuple[Flow, Slot] | None = None
         """What the neighbour upstream sends, or sent last."""
-        self._digesting: dict[Version, Flow] = {}
+        self._digesting: dict[Flow, Slot] = {}
         """What ranks of this host wrote, until its digest is known: it flows on meanwhile."""
-
-    @property
-    def num_prefaulted(self) -> int:
-        """Slots whose pages are all backed."""
-        return sum(future.done() for future in self._prefaulted)
 
     @property
     def incoming(self) -> Flow | None:
         """The version that comes from the neighbour upstream."""
-        return self._incoming
+        return self._incoming[0] if self._incoming is not None else None
 
     async def close(self) -> None:
         """End the threads, unmap. The files stay."""
-        if self.files is not None:
-            self.files.stop.set()
+        self.memory.stop()
         for deadline in self._deadlines.values():
             deadline.cancel()
         self.shards.close()
@@ -106,8 +102,7 @@ class Versions:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self.old.close()
         self._incoming = None
-        if self.files is not None:
-            self.files.close()
+        self.memory.close()
 
     # ---- filling
 
@@ -117,7 +112,7 @@ class Versions:
         slot = self._join(wanted, self.shards.num_here(wanted))
         if slot is not None and slot.is_part:
             try:
-                self.shards.follow(slot, wanted, self._view)
+                self.shards.follow(slot, wanted, self.memory.view)
             except RelayError as error:
                 self.table.leave(wanted.version, wanted.rank, str(error), wanted.publication)
                 raise
@@ -153,11 +148,10 @@ class Versions:
         version = slot.version
         assert version is not None
         try:
-            await asyncio.shield(self._prefaulted[slot.index])
-        except OSError as error:
-            reason = f"the pages of slot {slot.index} cannot be backed: {error}; free memory on this host"
-            self.table.leave(version, rank, reason, slot.publication)
-            raise RelayError(f"begin of {version}: {reason}") from error
+            await self.memory.backed(slot)
+        except RelayError as error:
+            self.table.leave(version, rank, str(error), slot.publication)
+            raise RelayError(f"begin of {version}: {error}") from error
 
     def commit(self, version: Version, rank: int, canary: Canary | None, publication: int = 0) -> None:
         """The rank has written all its bytes; READY follows when all have. Raises RelayError."""
@@ -173,16 +167,16 @@ class Versions:
 
     async def _digest(self, slot: Slot) -> None:
         """Digest what ranks wrote, then let readers in. Downstream it goes at once: its digest comes after its bytes."""
-        assert self.files is not None
+        assert self.memory.files is not None
         assert slot.version is not None
         assert slot.manifest is not None
-        flow = Flow(slot.version, slot.manifest, self.files.view(slot.index, slot.num_bytes))
-        self._digesting[slot.version] = flow
+        flow, stop = Flow(slot.version, slot.manifest, self.memory.view(slot)), self.memory.files.stop
+        self._digesting[flow] = slot
         self.on_news()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, flow.take_all, self.files.stop)
+            await asyncio.get_running_loop().run_in_executor(self._threads, flow.take_all, stop)
         finally:
-            del self._digesting[slot.version]
+            del self._digesting[flow]
         if slot.lost:
             flow.lose()
             return
@@ -228,7 +222,7 @@ class Versions:
             raise RelayError(refused[0])
         slot = self._join(wanted, wanted.world_size)
         assert slot is not None
-        return self.shards.collection(slot, self._writable)
+        return self.shards.collection(slot, self.memory.writable)
 
     def read(self, shards: Outgoing) -> None:
         """As `ShardTraffic.read`."""
@@ -240,25 +234,26 @@ class Versions:
         self.shards.sent(shards, failure)
         self._wake()
 
-    def _view(self, slot: Slot) -> memoryview:
-        assert self.files is not None
-        return self.files.view(slot.index, slot.num_bytes)
-
-    def _writable(self, slot: Slot) -> memoryview:
-        assert self.files is not None
-        return self.files.writable(slot.index, slot.num_bytes)
-
     # ---- the chain
 
     async def accept(self, version: Version, manifest: Manifest) -> Flow | None:
-        """Where the neighbour upstream is to go on with this version; None: there is no place for it, or it was here and went."""
-        ready = self.table.ready(version)
-        if ready is not None:
-            return self._flow_of(ready)
-        if self._incoming is not None and self._incoming.version == version and not self._incoming.lost:
-            return self._incoming
-        if self._incoming is not None:
-            self.lose(self._incoming, f"upstream went on with {version}")
+        """Where the neighbour upstream is to go on with this version; None: there is no place for it, or it was here and went.
+
+        A link that ends meanwhile does not end this: the next link's call waits for it, lest both take a slot.
+        """
+        async with self._accepting:
+            ready = self.table.ready(version)
+            if ready is not None:
+                return self._flow_of(ready)
+            if self._incoming is not None:
+                flow, slot = self._incoming
+                if flow.version == version and not slot.lost:
+                    return flow
+                self.lose(flow, slot.lost or f"upstream went on with {version}")
+            return await self._take_in(version, manifest)
+
+    async def _take_in(self, version: Version, manifest: Manifest) -> Flow | None:
+        """A version of which nothing is here, but perhaps shards."""
         try:
             await self._make_fit(version, manifest)
             await self._until(lambda: not self.shards.is_leaving(version), READ_TIMEOUT_S)
@@ -269,16 +264,20 @@ class Versions:
             await self.backed(slot, UPSTREAM)
         except RelayError as error:
             log.warning("relay_version_not_taken", version=str(version), reason=str(error))
-            if self.files is None:
+            if self.memory.files is None:
                 self.on_unusable(str(error))
             return None
-        assert self.files is not None
-        self._incoming = Flow(version, manifest, self.files.writable(slot.index, manifest.num_bytes))
-        return self._incoming
+        flow = Flow(version, manifest, self.memory.writable(slot))
+        self._incoming = flow, slot
+        return flow
 
     def finish(self, flow: Flow, digest: str, canary: Canary | None) -> None:
         """What came from upstream is complete and verified."""
-        if flow is not self._incoming or flow.lost:
+        if flow is not self.incoming or self._incoming is None:
+            return
+        _, slot = self._incoming
+        if slot.lost:
+            self.lose(flow, slot.lost)
             return
         self.table.commit(flow.version, UPSTREAM, canary)
         self._ready(flow.version, digest, bytes(flow.blocks))
@@ -288,22 +287,23 @@ class Versions:
 
     def lose(self, flow: Flow, reason: str) -> None:
         """It will never be complete. The controller is not told: it counts on complete holders only."""
-        if flow is not self._incoming or flow.lost:
+        if flow is not self.incoming:
             return
         self._incoming = None
         log.info("relay_flow_lost", version=str(flow.version), received=flow.received, reason=reason)
         flow.lose()
         self.table.drop(flow.version)
 
+    async def lose_incoming(self) -> None:
+        """This relay is the master now: nobody sends the rest of what was coming."""
+        async with self._accepting:
+            if self._incoming is not None:
+                self.lose(self._incoming[0], "this relay is the first of the chain now")
+
     def discard(self, slot: Slot) -> None:
         """Its bytes have changed in memory: nobody gets the version here until it has come anew."""
         log.error("relay_version_changed", version=str(slot.version), slot=slot.index)
         self.table.discard(slot)
-
-    def lose_incoming(self) -> None:
-        """This relay is the master now: nobody sends the rest of what was coming."""
-        if self._incoming is not None:
-            self.lose(self._incoming, "this relay is the first of the chain now")
 
     def ready(self, version: Version | None) -> tuple[Flow, int] | None:
         """A READY version (None = the newest), under a lease; None if it is not."""
@@ -312,19 +312,18 @@ class Versions:
 
     def newest(self) -> tuple[Flow, int] | None:
         """The newest version that is READY, or comes from upstream, or is digested, under a lease."""
-        flows = [*self._digesting.values(), *([self._incoming] if self._incoming is not None else [])]
-        coming = [(slot, flow) for flow in flows if (slot := self.table.filling(flow.version)) is not None]
-        slot, flow = max(coming, key=lambda found: found[0].order, default=(None, None))
+        flows = [*self._digesting.items(), *([self._incoming] if self._incoming is not None else [])]
+        coming = [(flow, slot) for flow, slot in flows if not slot.lost]
+        flow, slot = max(coming, key=lambda found: found[1].order, default=(None, None))
         ready = self.table.newest
         if slot is not None and flow is not None and (ready is None or slot.order > ready.order):
             return flow, self.table.follow(slot)
         return self.ready(None)
 
     def _flow_of(self, slot: Slot) -> Flow:
-        assert self.files is not None
         assert slot.version is not None
         assert slot.manifest is not None
-        view = self.files.view(slot.index, slot.num_bytes)
+        view = self.memory.view(slot)
         return Flow.complete(slot.version, slot.manifest, view, slot.blocks, slot.digest, slot.canary)
 
     # ---- readers
@@ -354,30 +353,16 @@ class Versions:
     async def _allocated(self, version: Version, num_bytes: int, publication: int) -> SlotFiles:
         """The slot files, made now if this is the first manifest. Raises RelayError, the same to every rank."""
         async with self._allocating:
-            if self.files is not None:
-                return self.files
+            if self.memory.files is not None:
+                return self.memory.files
             self.table.is_superseded(version, publication)
-            files = SlotFiles(self.directory, self.num_slots, num_bytes)
-            loop = asyncio.get_running_loop()
             try:
-                await loop.run_in_executor(self._threads, files.allocate, self._free)
+                files = await self.memory.allocate(num_bytes)
             except RelayError as error:
                 self.table.refuse(version, str(error), publication)
                 raise
-            self._prefaulted = [loop.create_future() for _ in range(self.num_slots)]
-            self.files = files
-            self._start(self._prefault(files), "prefault")
+            self._start(self.memory.prefault(), "prefault")
             return files
-
-    async def _prefault(self, files: SlotFiles) -> None:
-        for index, backed in enumerate(self._prefaulted):
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._threads, files.prefault, index)
-            except OSError as error:
-                backed.set_exception(error)
-                backed.exception()  # retrieved, also if no version ever comes to this slot
-            else:
-                backed.set_result(None)
 
     # ---- reports and tasks
 

@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from chain_world import TOKEN, Relay, arrange, chain, content, manifest_of
 from relay_world import LIMIT_S
 
 from laminar.ids import Version
+from laminar.wire import Neighbour
 from laminar.workers.relay import chain_frames as frames
 from laminar.workers.relay import paths, protocol
 from laminar.workers.relay.chain import Chain, Place
@@ -403,3 +407,42 @@ def test_what_fails_inside_a_thread_of_the_chain_ends_its_link_and_is_reported()
         assert broken == [("r0", 2)]
         relay.until(lambda status: status.chain_broken == ["2: r9"])
         failing.close()
+
+
+class NoStore:
+    """Of a relay that has nothing."""
+
+    def lose_incoming(self) -> None:
+        pass
+
+
+def alone(on_broken: Callable[[str, int], None]) -> Chain:
+    """A chain's end in this process."""
+    place = Place("r9", TOKEN, make_transport("tcp", LIMIT_S), "127.0.0.1")
+    return Chain(place, NoStore(), on_broken, on_broken)  # type: ignore[arg-type]
+
+
+def give_signs_of_life(link: Link) -> None:
+    """And nothing else, until the link ends; that may take long."""
+    deadline = time.monotonic() + LIMIT_S
+    with contextlib.suppress(LinkEnded):
+        while time.monotonic() < deadline:
+            frames.send_nothing(link)
+            threading.Event().wait(0.01)
+    assert time.monotonic() < deadline, "a stranger keeps a thread and a place for ever"
+
+
+def test_signs_of_life_of_one_who_does_not_say_who_he_is_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laminar.workers.relay.chain.HANDSHAKE_S", 0.2)
+    broken: queue.Queue[tuple[str, int]] = queue.Queue()
+    relay = alone(lambda peer, epoch: broken.put((peer, epoch)))
+    link = make_transport("tcp", LIMIT_S).connect("127.0.0.1", relay.port, LIMIT_S)
+    give_signs_of_life(link)
+    link.close()
+    listener = make_transport("tcp", LIMIT_S).listen("127.0.0.1")
+    relay.arrange(1, None, Neighbour(name="mute", host="127.0.0.1", port=listener.port))
+    link = listener.accept()
+    give_signs_of_life(link)
+    assert broken.get(timeout=LIMIT_S) == ("mute", 1)
+    for each in (link, listener, relay):
+        each.close()

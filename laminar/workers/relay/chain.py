@@ -9,7 +9,8 @@ version (`Versions`), and says nothing about the chain.
 Invariants:
 * Only a link of the present epoch, from the neighbour that the controller named, may write to a slot; or one of a publication
   that is being collected here, to the bytes that its ranks announced.
-* Every wait on a peer ends within the transport's progress deadline, or because the peer gives signs of life.
+* Every wait on a peer ends within the transport's progress deadline, unless it gives signs of life; these count only of one that
+  has proved who it is.
 * A version is READY here only with the digest that came from the master.
 """
 
@@ -19,7 +20,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import structlog
@@ -40,6 +41,7 @@ from laminar.workers.transport import Link, LinkEnded, Transport
 log = structlog.get_logger("laminar.relay.chain")
 
 RETRY_S = 0.01  # for a neighbour that has not heard of the epoch yet: the controller told it in the same instant
+HANDSHAKE_S = 30.0  # it takes milliseconds; a stranger that says just enough not to be silent ends there
 CONNECT_TIMEOUT_S = 3.0  # for that neighbour, and for a first connection; a dead process refuses at once
 LINKS_MAX = 1024  # accepted at a time: one of the chain, one per other trainer host and version, old ones, strangers
 
@@ -126,7 +128,7 @@ class Chain:
         if downstream is not None:
             self._start(lambda: self._send_for(epoch, downstream), f"chain-send-{epoch}")
         if upstream is None:
-            self._start(self._lose_incoming, f"chain-first-{epoch}")
+            self._start(lambda: self._lose_incoming(epoch), f"chain-first-{epoch}")
 
     def send_shards(self, shards: Outgoing) -> None:
         """Send them to the relay that collects them; the store is told the end."""
@@ -183,14 +185,18 @@ class Chain:
         hello = None
         try:
             incoming = frames.Frames(link)
-            hello = self._admit(link, incoming)
-            if hello is not None:
-                self._promote(link, hello.name, hello.epoch)
+            with _in_time(link):
+                hello = self._admit(link, incoming)
+                if hello is not None:
+                    self._promote(link, hello.name, hello.epoch)
             if hello is not None and hello.publication:
                 ShardReceiver(link, incoming, self._store, hello.publication).run()
             elif hello is not None:
-                with self._receiving_turn:  # its last holder's link is closed: that thread is on its way out
+                self._take_turn(link)
+                try:
                     self._receiver(link, incoming, hello.epoch).run()
+                finally:
+                    self._receiving_turn.release()
         except Exception as error:  # noqa: BLE001 - whatever it was, this link carries nothing any more, and others must know
             if hello is not None and not hello.publication:
                 self._broken(hello.name, hello.epoch, error)
@@ -202,6 +208,11 @@ class Chain:
             link.close()
             with self._lock:
                 self._num_links -= 1
+
+    def _take_turn(self, link: Link) -> None:
+        """Its last holder's link is closed, so that thread is on its way out. Raises LinkEnded."""
+        while not self._receiving_turn.acquire(timeout=frames.SIGN_OF_LIFE_S):
+            frames.send_nothing(link)
 
     def _admit(self, link: Link, incoming: frames.Frames) -> frames.Hello | None:
         """The other end's Hello if it is this epoch's upstream, or has shards to send; it gets an answer in any case."""
@@ -252,9 +263,10 @@ class Chain:
     def _receiver(self, link: Link, incoming: frames.Frames, epoch: int) -> Receiver:
         return Receiver(link, incoming, self._store, lambda: not self._is_current(epoch), self.wake, self._fastest)
 
-    def _lose_incoming(self) -> None:
+    def _lose_incoming(self, epoch: int) -> None:
         with self._receiving_turn, contextlib.suppress(LinkEnded):  # the relay stops
-            self._store.lose_incoming()
+            if self._is_current(epoch):
+                self._store.lose_incoming()
 
     # ---- downstream ----------------------------------------------------------------------------------------
 
@@ -262,7 +274,7 @@ class Chain:
         """The sending link of one epoch, to its end."""
         link = None
         try:
-            link = self._connect(peer, 0, lambda: not self._is_current(epoch))
+            link = self._connect(peer, epoch, 0, lambda: not self._is_current(epoch))
             if link is not None and self._replace_downstream(link, epoch):
                 self._promote(link, peer.name, epoch)
                 self._sender(link, peer.name, epoch).run()
@@ -292,14 +304,14 @@ class Chain:
                 self._sending = link
             return self._sending is link
 
-    def _connect(self, peer: Neighbour, publication: int, is_over: Callable[[], bool]) -> Link | None:
+    def _connect(self, peer: Neighbour, epoch: int, publication: int, is_over: Callable[[], bool]) -> Link | None:
         """The link, once the other relay welcomes it; None if it is of no use any more before."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not is_over():
-            epoch = self._epoch
             link = self._transport.connect(peer.host, peer.port, CONNECT_TIMEOUT_S)
             try:
-                refusal = self._introduce(link, epoch, publication)
+                with _in_time(link):
+                    refusal = self._introduce(link, epoch, publication)
             except BaseException:
                 link.close()
                 raise
@@ -330,7 +342,7 @@ class Chain:
         """One link for one publication, to its end."""
         link, failure = None, ""
         try:
-            link = self._connect(shards.collector, shards.publication, lambda: shards.lost)
+            link = self._connect(shards.collector, self._epoch, shards.publication, lambda: shards.lost)
             if link is not None:
                 self._promote(link, shards.collector.name, self._epoch)
                 sender = ShardSender(link, shards, self._sending_turn, self._place.bytes_per_s_max)
@@ -343,3 +355,15 @@ class Chain:
                 link.close()
         with contextlib.suppress(LinkEnded):
             self._store.sent(shards, failure)
+
+
+@contextlib.contextmanager
+def _in_time(link: Link) -> Iterator[None]:
+    """A handshake: the link is closed if it takes too long, which ends all waits in it."""
+    deadline = threading.Timer(HANDSHAKE_S, link.close)
+    deadline.daemon = True
+    deadline.start()
+    try:
+        yield
+    finally:
+        deadline.cancel()

@@ -17,7 +17,7 @@ from laminar.workers.relay import old_versions, protocol
 from laminar.workers.relay.client import RelayError
 from laminar.workers.relay.digest import combine, digest_blocks
 from laminar.workers.relay.manifest import BLOCK_BYTES
-from laminar.workers.relay.slots import SlotTable
+from laminar.workers.relay.slots import SlotState, SlotTable
 
 NUM_BYTES = 2 * BLOCK_BYTES + 256
 ITEMS = NUM_BYTES // 2
@@ -69,11 +69,12 @@ def test_a_chain_of_deltas_gives_the_very_bytes_however_much_changed(shares: lis
     assert target == made[0].tobytes()
 
 
-def test_a_damaged_delta_is_found_out():
+@pytest.mark.parametrize("damage", ["another delta", "no delta at all"])
+def test_a_damaged_delta_is_found_out(damage: str):
     old, new = steps(2, 0.01)
     kept = kept_as(old, new, 0, 1)
-    other = kept_as(new, old, 0, 1)
-    wrong = kept._replace(parts=[*kept.parts[:1], other.parts[1], *kept.parts[2:]])
+    other = kept_as(new, old, 0, 1).parts[1] if damage == "another delta" else old_versions.Part(b"garbage", True)
+    wrong = kept._replace(parts=[*kept.parts[:1], other, *kept.parts[2:]])
     with pytest.raises(RelayError, match="not what they were"):
         old_versions.rebuild(raw(new), [wrong], memoryview(bytearray(NUM_BYTES)), threading.Event())
 
@@ -144,6 +145,22 @@ async def test_a_delta_under_way_keeps_no_reader_waiting(monkeypatch: pytest.Mon
         async with asyncio.timeout(30):
             await slots.old.restore(Version(0, 0))
     assert slots.table.ready(Version(0, 0)) is not None
+    await slots.settled()
+    slots.old.close()
+
+
+async def test_a_delta_that_is_damaged_in_memory_costs_its_version_and_no_slot() -> None:
+    slots = Slots()
+    for step in range(3):
+        slots.publish(step)
+    slots.old.want([Version(0, 0)])
+    await slots.settled()
+    slots.publish(3)
+    slots.old.kept[0].parts[0] = old_versions.Part(b"garbage", True)
+    with pytest.raises(RelayError, match="v0 was kept as a delta"):
+        await slots.old.restore(Version(0, 0))
+    assert slots.gone[-1] == Version(0, 0), "the controller is told"
+    assert [slot.state for slot in slots.table.slots].count(SlotState.FREE) == 1
     await slots.settled()
     slots.old.close()
 

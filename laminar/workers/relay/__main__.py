@@ -37,6 +37,7 @@ from laminar.workers.relay.chain import Place
 from laminar.workers.relay.chain_frames import SIGN_OF_LIFE_S
 from laminar.workers.relay.daemon import RelayServer
 from laminar.workers.relay.delta import MODES
+from laminar.workers.relay.pacing import CHUNK_BYTES_MAX
 from laminar.workers.relay.versions import Told, Versions
 from laminar.workers.transport import RDMA, STREAMS_MAX, TRANSPORTS, make_transport
 
@@ -79,8 +80,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rate-limit-mbit", type=float, metavar="N", help="as relay.rate_limit_mbit")
     parser.add_argument("--deltas", choices=MODES, help="as relay.deltas")
     arguments = parser.parse_args()
-    if (arguments.chunk_mib or 0) < 0 or (arguments.rate_limit_mbit or 0.0) < 0:
-        parser.error("--chunk-mib and --rate-limit-mbit: 0 or more")
+    if not 0 <= (arguments.chunk_mib or 0) <= CHUNK_BYTES_MAX >> 20:
+        parser.error(f"--chunk-mib {arguments.chunk_mib}: from 0 to {CHUNK_BYTES_MAX >> 20}")
+    if (arguments.rate_limit_mbit or 0.0) < 0:
+        parser.error(f"--rate-limit-mbit {arguments.rate_limit_mbit:g}: 0 or more")
     if (arguments.progress_timeout or 1.0) < 2 * SIGN_OF_LIFE_S:
         parser.error(f"--progress-timeout {arguments.progress_timeout:g}: at least {2 * SIGN_OF_LIFE_S:g}")
     if arguments.streams is not None and not 1 <= arguments.streams <= STREAMS_MAX:

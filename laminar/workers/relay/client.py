@@ -251,10 +251,10 @@ class Lease:
 
     def release(self) -> None:
         """End the lease; its tensors must not be used any more. Never raises: a relay that is gone holds no lease."""
-        if self._connection.broken:
-            return
         _release(self._view)
         _unmap(self._mapping)
+        if self._connection.broken:
+            return
         try:
             self._connection.ask(protocol.Release(lease=self._lease), protocol.Done, self._timeout_s)
         except RelayError:

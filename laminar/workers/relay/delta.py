@@ -33,7 +33,6 @@ SAMPLE_STRIDE = 64
 """A chunk is first judged by one word in so many: a version that changed everywhere costs 2 % of a comparison."""
 WORD_BYTES = 8
 ITEM_TYPES = {2: np.uint16, 4: np.uint32}
-ITEMS_MAX = 1 << 31
 TRY_EVERY = 64
 """The slower way is tried in 1 run of 64 at least,"""
 TRY_SHARE = 1 / 16

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import structlog
 import xxhash
 
+from laminar.errors import ProtocolError
 from laminar.ids import Version
 from laminar.workers.canary import Canary
 from laminar.workers.relay import delta
@@ -105,21 +106,26 @@ def rebuild(root: memoryview, chain: list[Kept], target: memoryview, stop: threa
     Raises RelayError if its bytes are not what they were.
     """
     wanted = chain[-1]
+    changed = f"{wanted.version} was kept as a delta, and its bytes from {{}} on are not what they were"
     for index, start in enumerate(range(0, len(target), BLOCK_BYTES)):
         if stop.is_set():
             raise RelayError("the relay stops")
         block = target[start : start + BLOCK_BYTES]
         block[:] = root[start : start + BLOCK_BYTES]  # the same bytes when it is made in place
-        for kept in chain:
-            part = kept.parts[index]
-            if part.is_delta:
-                delta.apply(part.data, block, kept.manifest.item_bytes)
-            else:
-                block[:] = part.data
+        try:
+            for kept in chain:
+                _apply(kept.parts[index], block, kept.manifest.item_bytes)
+        except ProtocolError as error:
+            raise RelayError(changed.format(start)) from error
         if xxhash.xxh3_128_digest(block) != wanted.blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
-            raise RelayError(
-                f"{wanted.version} was kept as a delta, and its bytes from {start} on are not what they were"
-            )
+            raise RelayError(changed.format(start))
+
+
+def _apply(part: Part, block: memoryview, item_bytes: int) -> None:
+    if part.is_delta:
+        delta.apply(part.data, block, item_bytes)
+    else:
+        block[:] = part.data
 
 
 class OldVersions:

@@ -42,7 +42,7 @@ def faults(facts: Facts) -> Html:
             date(b.started),
             f"{b.host}, pid {b.pid}",
             b.resumed_step or "–",
-            b.outcome or "ended without a word, or goes on",
+            b.outcome or ("ended without a word, or goes on" if b is facts.boots[-1] else "ended without a word"),
         ]
         for b in facts.boots
     ]

@@ -19,7 +19,7 @@ const FIGURES = [
 /** Of the evaluations, if the run makes any. */
 function accuracy({ progress }) {
   const done = Object.fromEntries((progress?.evaluations ?? []).map(([name, , value]) => [name, value]));
-  return known(done.before) ? `${fixed(done.before, 3)} → ${known(done.after) ? fixed(done.after, 3) : "…"}` : "";
+  return known(done.before) ? `${fixed(done.before, 3)} → ${known(done.after) ? fixed(done.after, 3) : progress.finished ? NONE : "…"}` : "";
 }
 
 function staleness({ metrics }) {

@@ -214,6 +214,8 @@ async def test_what_somebody_looks_at_stays_while_the_run_goes_on(tmp_path: Path
         await page.until("/trainer (step 5 for|idle at)/.test(document.querySelector('.tip').innerText)")
         await page.click("#curves-tools button:nth-child(2)")
         await page.until("plot.data[1][4] === 2")
+        label = await page.ask("document.querySelector('.curve-box').getAttribute('aria-label')")
+        assert label == "Reward: mean 0 at step 1, 2 at step 5; spread not measured"
         assert page.console == []
 
 

@@ -141,9 +141,15 @@ class Curve {
       if (zoom) this.plot.setScale("x", zoom);
     });
     this.tell();
-    const first = steps[0], last = steps.at(-1);
-    const words = this.series.map(([, name], at) => `${name} ${this.write(this.data[at + 1].find((value) => value !== null))} at step ${first}, ${this.write(this.data[at + 1].at(-1))} at step ${last}`);
+    const words = this.series.map(([, name], at) => `${name} ${this.ends(this.data[at + 1])}`);
     this.box.setAttribute("aria-label", `${this.title}: ${words.join("; ")}`);
+  }
+
+  /** The first and the last known value, for whoever does not see the curve. */
+  ends(values) {
+    const there = values.map((value, at) => (known(value) ? at : -1)).filter((at) => at >= 0);
+    if (!there.length) return "not measured";
+    return [there[0], there.at(-1)].map((at) => `${this.write(values[at])} at step ${this.data[0][at]}`).join(", ");
   }
 
   /** What somebody has zoomed in to, which the next step leaves alone; null = all is shown. */

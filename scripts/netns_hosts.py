@@ -5,8 +5,8 @@
 
 Needs root, iproute2, util-linux and openssh-server. The controller's machine has one replica, node1 the trainer, node2 another
 replica. Printed: the run's own lines, which processes ran where, whether the reward rose, and that nothing is left anywhere. Then,
-each in a run of its own: a replica that is killed, a machine whose cable is pulled for a while or for good, a controller that is
-killed and followed by one at another address, a controller that nobody follows.
+each in a run of its own: a replica that is killed, a machine whose cable is pulled for two seconds, for a while or for good, a
+controller that is killed and followed by one at another address, a controller that nobody follows.
 """
 
 import argparse
@@ -34,6 +34,7 @@ PATIENT = (
     "controller.heartbeat_s=1",
     "controller.start_timeout_s=600",
 )
+TROUBLES = ("LinkBroken", "WorkerDisconnected", "WorkerReturned", "WorkerLost", "ReplicaRefreshFailed")
 FAULTS_OVERRIDES = ("controller.heartbeat_timeout_s=5", "controller.orphan_timeout_s=5", "controller.heartbeat_s=1")
 
 
@@ -137,6 +138,32 @@ def cable_pulled_for_a_while(machines: Machines, directory: Path) -> None:
     assert "alarm: worker-lost" not in run.output, run.output
 
 
+def cable_pulled_for_two_seconds(machines: Machines, directory: Path) -> None:
+    """Shorter than `controller.heartbeat_timeout_s`, longer than `relay.link_timeout_s`: only the relays notice."""
+    with start(machines, directory, *SMALL, "run.steps=5000") as run:
+        run.until_said(r"^step 2/")
+        before = pids(machines)
+        machines.cable(2, "down")
+        time.sleep(2.0)
+        machines.cable(2, "up")
+        began, num_steps = time.monotonic(), num_steps_of(run)
+        run.until(lambda: num_steps_of(run) > num_steps + 3, LIMIT_S)
+        same = "the same processes" if before <= pids(machines) else "OTHER PROCESSES"
+        print(f"node2's cable was out for 2 s; {same} trained on within {time.monotonic() - began:.1f} s")
+        counts = run.query("SELECT kind, count(*) FROM events GROUP BY kind")
+        seen = {kind: num for kind, num in counts if kind in TROUBLES}
+        stop(run)
+    machines.await_nothing_left()
+    trained = "SELECT prompt FROM trajectories WHERE trained_at IS NOT NULL GROUP BY prompt"
+    twice = run.query(f"{trained} HAVING count(DISTINCT group_id) > 1")
+    told = ", ".join(f"{num} {kind}" for kind, num in seen.items()) or "nothing"
+    print(f"of it the log tells: {told}; dropped: {run.num_dropped()}; prompts trained twice: {len(twice)}")
+    assert same == "the same processes", run.output
+    assert seen.keys() <= {"LinkBroken"}
+    assert run.num_dropped().keys() <= {"stopped"}
+    assert not twice
+
+
 def controller_followed(machines: Machines, directory: Path) -> None:
     """Cut off it is not replaced; dead it is, from another address."""
     with start(machines, directory, *SMALL, *PATIENT, "run.steps=5000") as run:
@@ -196,6 +223,7 @@ def stop(run: Run) -> None:
 
 FAULTS: tuple[Callable[[Machines, Path], None], ...] = (
     replica_killed,
+    cable_pulled_for_two_seconds,
     cable_pulled_for_a_while,
     cable_pulled,
     controller_followed,

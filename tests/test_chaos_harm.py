@@ -179,3 +179,10 @@ def test_a_file_system_of_its_own_that_could_not_be_kept_is_refused_before_anyth
     message = "MiB free, .* make room, or give a smaller --disk-mib"
     with pytest.raises(StartError, match=message), disk.small(tmp_path / "run", 1 << 30):
         pass
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StartError, match=r"Not a directory; choose another place with run\.dir"),
+        disk.small(tmp_path / "file" / "run", 1),
+    ):
+        pass

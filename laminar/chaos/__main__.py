@@ -168,8 +168,9 @@ def _run(options: argparse.Namespace) -> int:
         striker = Striker(trial, Targets(run, lambda: trial.pid), who, options.disk_quota_mib << 20, options.seed)
         also = session.inject(trial, striker, faults, duration_s if options.random else math.inf, say)
     if not (run.path / journal.NAME).exists():
+        why = trial.last_words.removeprefix("error: ")
         raise ConfigError(
-            f"no fault struck: the run made no train step within {START_S:g} s, or was over before: {trial.last_words}"
+            f"no fault struck; the run was over, or {START_S:g} s had passed, before its first train step: {why}"
         )
     return _tell(options, report.make(run.path, also=also))
 

@@ -31,9 +31,13 @@ def why_not() -> str:
 @contextlib.contextmanager
 def small(directory: Path, num_mib: int) -> Iterator[None]:
     """`directory` is on a file system of so many MiB. Call it before any thread begins. Raises StartError."""
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise StartError(f"cannot make {directory}: {error.strerror}; choose another place with run.dir") from error
     if free < num_mib << 20:
+        directory.rmdir()
         raise StartError(
             f"{directory} has {free >> 20} MiB free, and the run's own file system of {num_mib} MiB is copied there at the end: "
             "make room, or give a smaller --disk-mib"

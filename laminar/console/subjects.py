@@ -72,7 +72,7 @@ def _numbered(view: View, text: str, letter: str, known: Sequence[int]) -> int:
     if parts is None or parts[1] != letter:
         example = f"{letter}{format_id(known[-1])}" if known else f"{letter}1.7"
         raise UnknownSubject(f"{text!r} names no {kind}: write, for example, {example}")
-    meant = _meant(view, parts, known)
+    meant = _meant(parts, known)
     if meant is None:
         names = [f"{letter}{format_id(value)}" for value in known]
         gone = f"it may be gone (trained and committed, or dropped): `story {text}` says what is known of it"
@@ -80,7 +80,7 @@ def _numbered(view: View, text: str, letter: str, known: Sequence[int]) -> int:
     return meant
 
 
-def _meant(view: View, parts: re.Match[str], known: Iterable[int]) -> int | None:
+def _meant(parts: re.Match[str], known: Iterable[int]) -> int | None:
     boot, number = parts[2], int(parts[3])
     if boot is not None:
         return next((value for value in known if value == make_id(int(boot), number)), None)
@@ -124,7 +124,7 @@ def told_of(view: View, text: str) -> list[str]:
 def _numbered_subjects(view: View, parts: re.Match[str]) -> list[str]:
     """A trajectory's story is also that of its group, as long as it is known."""
     known = view.state.groups if parts[1] == "g" else view.state.trajectories
-    value = _meant(view, parts, known)
+    value = _meant(parts, known)
     if value is None:
         return [f"{parts[1]}{parts[2] or view.state.boot}.{parts[3]}"]
     subject = f"{parts[1]}{format_id(value)}"

@@ -50,7 +50,9 @@ class Application:
         self._history: recovery.History | None = None
         self._damaged: dict[Path, str] = {}
         self._data_state = b""
-        self._began, self._interrupted_at = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._interrupt: tuple[str, float] | None = None
+        """The first signal, and when it came."""
 
     async def run(self) -> int:
         """The exit code. Raises StartError for what is wrong before the first worker runs."""
@@ -208,15 +210,17 @@ class Application:
         return recovery.snapshot(parts.runtime.core, parts.channels, parts.effects)
 
     def _on_signal(self, name: str) -> None:
-        before, self._interrupted_at = self._interrupted_at, time.monotonic()
-        if before and self._interrupted_at < before + TWICE_S:
-            return
-        if not before:
+        if self._interrupt is None:
+            self._interrupt = name, time.monotonic()
             self._parts.display.say(f"{name}: finishing the step and saving a checkpoint; once more to stop at once")
             self._parts.runtime.post(events.StopRequested(reason=f"stopped by {name}"))
             return
+        first, at = self._interrupt
+        if name == first and time.monotonic() < at + TWICE_S:
+            return
         self._parts.crew.launcher.kill()
         self._leave_nothing()
+        self._parts.display.say(f"stopped at once; --resume {self._run.path} goes on from what is on disk")
         os._exit(EXIT_INTERRUPTED)
 
     # ---- close ---------------------------------------------------------------------------------------------

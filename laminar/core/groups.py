@@ -199,10 +199,10 @@ def _abort(turn: Turn, replica: Replica, aborted: AbortedAttempt) -> None:
     _leave(turn, replica, trajectory)
     queue_again(turn, trajectory, "move")
     if destination in turn.state.replicas:
-        pin(turn, trajectory, turn.state.replicas[destination], trajectory.num_tokens)
+        pin(trajectory, turn.state.replicas[destination], trajectory.num_tokens)
 
 
-def pin(turn: Turn, trajectory: Trajectory, destination: Replica, kv_tokens: int) -> None:
+def pin(trajectory: Trajectory, destination: Replica, kv_tokens: int) -> None:
     """`destination` expects the trajectory: it keeps its version and reserves KV."""
     trajectory.moving_to = destination.id
     destination.incoming[trajectory.id] = kv_tokens

@@ -210,7 +210,7 @@ def _send(
     turn: Turn, source: Replica, destination: Replica, chosen: list[TrajectoryId], kv_each: int, reason: str
 ) -> None:
     for trajectory_id in chosen:
-        groups.pin(turn, turn.state.trajectories[trajectory_id], destination, kv_each)
+        groups.pin(turn.state.trajectories[trajectory_id], destination, kv_each)
         source.leaving[trajectory_id] = None
     attempts = [source.attempts[t] for t in chosen]
     turn.emit(AbortAttempts(cause=turn.cause, worker=source.id, trajectories=chosen, attempts=attempts))

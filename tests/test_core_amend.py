@@ -37,11 +37,13 @@ def test_a_change_applies_from_the_event_on_is_told_and_outlives_the_core() -> N
     driver = running("r0", buffer_groups_max=2)
     new = change(driver, buffer_groups_max=4, checkpoint_every=5)
     assert len(of(new, actions.StartGroup)) == 0, "r0 has admitted its local batch"
-    assert alarms(new) == {"settings-changed": "buffer_groups_max 2 → 4, checkpoint_every 0 → 5"}
+    assert alarms(new) == {"settings-changed": "buffer.max_groups 2 → 4, trainer.checkpoint_every 0 → 5"}
     assert driver.core.settings.buffer_groups_max == 4
     again = Core.restore(settings(buffer_groups_max=2, steps=9), driver.core.snapshot())
     assert again.settings == driver.core.settings
-    assert [row.text for row in driver.core.story.of("settings")] == ["buffer_groups_max 2 → 4, checkpoint_every 0 → 5"]
+    change(driver, buffer_groups_max=4)
+    told = [row.text for row in driver.core.story.of("settings")]
+    assert told == ["buffer.max_groups 2 → 4, trainer.checkpoint_every 0 → 5", "they were so already"]
 
 
 def test_a_larger_buffer_lets_new_groups_begin_at_once() -> None:

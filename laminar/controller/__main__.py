@@ -26,6 +26,7 @@ from laminar.controller import rundir
 from laminar.controller.plan import Process, describe, plan
 from laminar.controller.reach import reach
 from laminar.controller.runlock import RunLock
+from laminar.core import amend
 from laminar.errors import ConfigError, LaminarError, StartError
 from laminar.logs import Lossy
 from laminar.plugins import check_file, is_file_reference
@@ -149,7 +150,8 @@ def _run(options: argparse.Namespace) -> int:
     resume = run.last_checkpoint() if run else None
     if options.dry_run:
         return _show(config, machines, resume)
-    return _start(config, machines, hosts_file.read_text(), run, continues)
+    named = amend.ALL_KEYS if options.config else tuple(override.partition("=")[0].strip() for override in overrides)
+    return _start(config, machines, hosts_file.read_text(), run, named, continues)
 
 
 def _check_reward(config: Config, machines: list[hosts.Host]) -> None:
@@ -188,8 +190,14 @@ def _show(config: Config, machines: list[hosts.Host], resume: Path | None) -> in
 
 
 def _start(
-    config: Config, machines: list[hosts.Host], hosts_text: str, run: rundir.RunDirectory | None, continues: bool
+    config: Config,
+    machines: list[hosts.Host],
+    hosts_text: str,
+    run: rundir.RunDirectory | None,
+    named: tuple[str, ...],
+    continues: bool,
 ) -> int:
+    """`named`: keys of the configuration that were given for this start."""
     from laminar.controller import archive
     from laminar.controller.app import Application
     from laminar.controller.parts import Given
@@ -216,6 +224,7 @@ def _start(
         prompts=prompts,
         sampler=sampler,
         resume=resume,
+        named=named,
         continues=continues,
         reach=where,
         found=found,

@@ -13,12 +13,10 @@ import socket
 import sqlite3
 import time
 from dataclasses import replace
-from pathlib import Path
-
-import msgspec
 
 from laminar import checkpoints
 from laminar.controller import answers, recovery
+from laminar.controller.beginning import begin
 from laminar.controller.coresettings import settings_of
 from laminar.controller.eventlog import EventLog, Superseded
 from laminar.controller.parts import Given, Parts
@@ -30,7 +28,6 @@ from laminar.controller.snapshots import Snapshots
 from laminar.controller.summary import summarize
 from laminar.controller.upkeep import MIB
 from laminar.core import actions, events
-from laminar.core.engine import Core
 from laminar.errors import StartError
 from laminar.hosts import is_local
 from laminar.workers.relay import paths
@@ -48,8 +45,6 @@ class Application:
         self._given, self._config, self._run = given, given.config, given.run
         self._reach = given.reach or Reach(given.config.controller.host, given.config.controller.host)
         self._history: recovery.History | None = None
-        self._damaged: dict[Path, str] = {}
-        self._data_state = b""
         self._began = time.monotonic()
         self._interrupt: tuple[str, float] | None = None
         """The first signal, and when it came."""
@@ -86,14 +81,18 @@ class Application:
         self._log = self._open_log()
         if given.continues:
             self._history = recovery.read(run.database)
-        core = self._core()
-        resumed = core.state.trainer.step
+        settings = settings_of(self._config, given.prompts)
+        self._beginning = begin(
+            settings, given.sampler, history=self._history, checkpoint=given.resume, named=given.named
+        )
+        self._given = replace(given, resume=self._beginning.checkpoint, sampler=self._beginning.sampler)
+        resumed = self._beginning.core.state.trainer.step
         self._boot = self._log.begin_boot(
             time.time(), os.getpid(), socket.gethostname(), resumed, run_id=run.id_of, continues=given.continues
         )
-        self._parts = Parts(self._given, self._log, core, self._boot, self._history)
+        self._parts = Parts(self._given, self._log, self._beginning.core, self._boot, self._history)
         self._parts.runtime.settled = Snapshots(self._parts.runtime, self._log, self._snapshot).settled
-        self._go_on_from(core)
+        self._go_on()
 
     def _open_log(self) -> EventLog:
         config = self._config.log
@@ -107,34 +106,20 @@ class Application:
         log.run_lock.take(os.getpid(), socket.gethostname())
         return log
 
-    def _core(self) -> Core:
-        settings, resume = settings_of(self._config, self._given.prompts), self._given.resume
-        if self._history is not None:
-            return Core.restore(settings, self._history.snapshot.core)
-        if resume is None:
-            return Core(settings)
-        found = checkpoints.newest_data_state(resume)
-        self._damaged, self._data_state = found.damaged, found.data_state
-        self._given = replace(self._given, resume=found.path)
-        try:
-            return Core.resumed(settings, found.data_state)
-        except msgspec.MsgspecError as error:
-            raise StartError(f"cannot resume from {found.path}: {checkpoints.DATA_STATE}: {error}") from error
-
-    def _go_on_from(self, core: Core) -> None:
+    def _go_on(self) -> None:
         """Bring the core to where the log ends, if it is taken over, and say what of an earlier process was kept or cut."""
-        parts, history = self._parts, self._history
+        parts, history, core = self._parts, self._history, self._beginning.core
         if history is not None:
             parts.past.check(history.segments)
             recovery.replay(history, core, parts.channels, parts.effects, parts.past)
             self._log.durable = core.state.seq
         archived = parts.archive.adopt(parts.past, core.state)
-        told = [self._log.set_aside, archived, *recovery.what_was_cut(history, parts.past)]
+        told = [self._log.set_aside, archived, *recovery.what_was_cut(history, parts.past), self._beginning.told()]
         if lines := [line for line in told if line]:
             parts.display.say("\n".join(lines))
 
     def _set_damaged_aside(self) -> None:
-        for path, what in self._damaged.items():
+        for path, what in self._beginning.damaged.items():
             checkpoints.set_aside(path)
             text = f"{path.name}: {what}; the run goes on from {self._given.resume}"
             self._parts.display.say(f"alarm: checkpoint-damaged: {text}")
@@ -148,7 +133,7 @@ class Application:
         parts.watches.start(check_database=self._history is not None)
         parts.runtime.own(parts.dashboard.run(), "dashboard")
         url = await self._listen()
-        self._log.write(*answers.beginning(self._boot, parts.runtime.core.configured, self._data_state))
+        self._log.write(*answers.beginning(self._boot, parts.runtime.core.configured, self._beginning.data_state))
         parts.runtime.post(self._first_event())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,7 +7,7 @@ What happens with them from the start of a run to its end: `app.py`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class Given:
     """None = FIFO."""
     resume: Path | None
     """Checkpoint from which a trainer without a newer one goes on."""
+    named: Collection[str] = ()
+    """Keys of the configuration that were given for this start: what an operator has changed of them before counts no more."""
     continues: bool = False
     """The run's last controller died, and this one takes its place."""
     reach: Reach | None = None
@@ -72,7 +74,8 @@ class Parts:
         self._given, self.log = given, log
         self.past = Past(run.tokens)
         self.tokens = TokenStore(run.tokens, boot)
-        self.runtime = Runtime(core, log, run.logs, history.died_at if history else 0.0)
+        began, died_at = (history.began, history.died_at) if history else (0.0, 0.0)
+        self.runtime = Runtime(core, log, run.logs, began=began, not_before=died_at)
         token = last_token(run) if given.continues else write_token(run)
         self.channels = Channels(boot, log.continues if given.continues else 0)
         self.server = Server(

@@ -1,15 +1,15 @@
 """What an operator changes while a run goes on: settings, the sampler, a checkpoint, an end. (Of replicas: `laminar.core.tuning`.)
 
 Every change is an event, checked before anything follows it: what cannot be is refused with the reason, told, and nothing is
-changed. What is changed is part of the state (`State.amended` …), so a snapshot, a take-over and a replay go on with it; a run that
-is resumed from a checkpoint begins with its configuration again. `Core.settings` is always what applies now.
+changed. What is changed is part of the state (`State.amended` …), so a snapshot, a take-over and a replay go on with it, and it is
+in every checkpoint: a resume goes on with it too, but for what it names anew. `Core.settings` is always what applies now.
 
 A setting may change only if its meaning does not reach into what has begun: not the seed, the sizes of groups and batches, or how
 versions mix in a group. What a change has to set right is in `_AFTER`; what was decided under the old value stays decided: a leased
 batch is trained, a move under way ends, a local batch that has begun goes on (but is not filled beyond the new size).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from laminar.core import (
     limits,
     moves,
     refresh,
+    resume,
     stall,
     story,
     stragglers,
@@ -67,12 +68,45 @@ CHANGEABLE: dict[str, str] = {
 `repack.enabled = false` there; `local_batch_groups` is never 0 here."""
 
 FIFO = "fifo"
+SAMPLER = "buffer.sampler"
+ALL_KEYS = (*CHANGEABLE.values(), "repack.enabled", SAMPLER, *tuning.KEYS)
+"""Of the configuration, in whose place something of an operator's may be."""
 _KINDS = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 
 
 def amended(settings: Settings, state: State) -> Settings:
     """What applies now: what the run was configured with, and what an operator has changed since."""
     return msgspec.structs.replace(settings, **state.amended)
+
+
+def in_words(state: State) -> list[str]:
+    """All that an operator has changed, by the keys of the configuration: ``buffer.max_groups = 40``."""
+    found = [f"{CHANGEABLE[name]} = {value}" for name, value in state.amended.items() if name in CHANGEABLE]
+    found += [f"{SAMPLER} = {state.sampler}"] if state.sampler else []
+    for worker, changed in state.replica_settings.items():
+        whose = f" of {worker}" if worker != tuning.EVERYBODY else ""
+        found += [
+            f"{key} = {getattr(changed, name):g}{whose}" for key, name in tuning.KEYS.items() if getattr(changed, name)
+        ]
+    return found
+
+
+def overruled(data_state: bytes, keys: Iterable[str]) -> bytes:
+    """What a checkpoint carried, without what an operator had changed of these keys: whoever resumes has named them anew.
+
+    Raises msgspec.DecodeError for anything but the state of a checkpoint.
+    """
+    saved, named = resume.decode(data_state), list(keys)
+    gone = {name: None for name, key in CHANGEABLE.items() if key in named}
+    if "repack.enabled" in named:
+        gone["repack_interval_s"] = None
+    if SAMPLER in named and saved.sampler:
+        gone["custom_sampler"] = None
+        saved = msgspec.structs.replace(saved, sampler="", sampler_state=b"")
+    amended = {name: value for name, value in saved.amended.items() if name not in gone}
+    own = {name: 0 for key, name in tuning.KEYS.items() if key in named}
+    replicas = {worker: msgspec.structs.replace(each, **own) for worker, each in saved.replica_settings.items()}
+    return msgspec.msgpack.encode(msgspec.structs.replace(saved, amended=amended, replica_settings=replicas))
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -163,8 +197,11 @@ def on_settings_changed(turn: Turn, event: SettingsChanged) -> None:
         if name in _AFTER:
             _AFTER[name](turn)
     turn.look_again()
-    text = ", ".join(f"{name} {getattr(old, name)} → {value}" for name, value in changed.items())
-    turn.emit(RaiseAlarm(cause=turn.cause, name="settings-changed", text=text or "they were so already"))
+    told = [
+        f"{CHANGEABLE[name]} {getattr(old, name)} → {value}" for name, value in changed.items() if name in CHANGEABLE
+    ]
+    text = ", ".join(told) or "they were so already"
+    turn.emit(RaiseAlarm(cause=turn.cause, name="settings-changed", text=text))
     turn.tell(text, story.SETTINGS)
 
 

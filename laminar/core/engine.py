@@ -55,7 +55,8 @@ class Core:
         self.configured = settings
         self.settings = amend.amended(settings, self.state)
         """What applies now: as configured, with what an operator has changed."""
-        if problems := limits.problems(self.settings):
+        too_slow = tuning.why_too_slow(self.state, self.settings.progress_timeout_s)
+        if problems := [*limits.problems(self.settings), *([too_slow] if too_slow else [])]:
             raise ConfigError("these settings cannot work:\n  " + "\n  ".join(problems))
         self.story = story.Story()
         self.witness: Callable[[Turn, AnyDecision], None] | None = None
@@ -63,10 +64,10 @@ class Core:
 
     @classmethod
     def resumed(cls, settings: Settings, data_state: bytes) -> "Core":
-        """A core that goes on from what a checkpoint carried."""
-        core = cls(settings)
-        restore_data(core.state, data_state)
-        return core
+        """A core that goes on from what a checkpoint carried. Raises as for a new one, and msgspec.DecodeError for other bytes."""
+        state = State()
+        restore_data(state, data_state)
+        return cls(settings, state)
 
     def handle(self, event: events.AnyEvent) -> list[AnyAction]:
         """Take one event, in the order of `seq`; what the shell has to do because of it."""

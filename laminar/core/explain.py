@@ -173,8 +173,7 @@ def why_relay(turn: Turn, worker: WorkerId) -> Explanation:
         Line("chain", f"{place}, of {len(order)} in epoch {state.chain.epoch}"),
         Line("holds", listed([str(version) for version in reversed(relay.held)])),
         Line(
-            "keeps",
-            listed([str(version) for version in relay.retained]) + ": versions that trajectories may still need",
+            "keeps", f"for trajectories that may still need it: {listed([str(version) for version in relay.retained])}"
         ),
         Line("at the tail", *_at_the_tail(relay)),
     ]

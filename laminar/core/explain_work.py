@@ -203,7 +203,7 @@ def _retained(turn: Turn, version: Version) -> Line:
         served
     )
     why = why or ["replicas hold it, and what they generate may have to go on elsewhere"]
-    return Line("retained", f"{' and '.join(why)}; {listed(keepers)} are told to keep it", True)
+    return Line("retained", f"{' and '.join(why)}; told to keep it: {listed(keepers)}", True)
 
 
 # ---- the trainer -------------------------------------------------------------------------------------------

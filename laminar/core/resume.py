@@ -1,13 +1,16 @@
 """What a checkpoint keeps of the data side, so that a resumed run goes on where the checkpoint was.
 
 Groups that no step had trained when the checkpoint was made are given back: their prompts are drawn again first, their
-trajectories are dropped{resume} in the ledger.
+trajectories are dropped{resume} in the ledger. What an operator had changed stays changed (`laminar.core.amend`); what he held or
+watched for does not, and a step to stop after was one of the run before.
 """
 
 import msgspec
 
+from laminar.core.operator_records import ReplicaSettings, Value
 from laminar.core.records import Account, Evaluation, Ledger, PromptPool, State
 from laminar.core.trainer_records import Branch
+from laminar.ids import WorkerId
 
 
 class DataState(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +23,12 @@ class DataState(msgspec.Struct, frozen=True, kw_only=True):
     branches: list[Branch]
     evaluations: list[Evaluation]
     sampler_state: bytes
+    sampler: str = ""
+    """Chosen by an operator; empty = the configured one."""
+    amended: dict[str, Value] = {}
+    """Settings that an operator has changed."""
+    replica_settings: dict[WorkerId, ReplicaSettings] = {}
+    """What an operator has changed of replicas."""
 
 
 def data_state(state: State, step: int) -> bytes:
@@ -45,7 +54,10 @@ def data_state(state: State, step: int) -> bytes:
         ledger=Ledger(trajectories=trajectories, tokens=tokens),
         branches=state.branches,
         evaluations=[evaluation for evaluation in state.evaluations if evaluation.done],
-        sampler_state=state.sampler_state if not state.sampler else b"",  # the configured one would not know it
+        sampler_state=state.sampler_state,
+        sampler=state.sampler,
+        amended=state.amended,
+        replica_settings=state.replica_settings,
     )
     return msgspec.msgpack.encode(saved)
 
@@ -64,7 +76,8 @@ def restore(state: State, data: bytes) -> None:
     saved = decode(data)
     state.prompts, state.ledger = saved.prompts, saved.ledger
     state.branches, state.evaluations = saved.branches, saved.evaluations
-    state.sampler_state = saved.sampler_state
+    state.sampler, state.sampler_state = saved.sampler, saved.sampler_state
+    state.amended, state.replica_settings = saved.amended, saved.replica_settings
     state.trainer.branch = saved.branch
     state.trainer.checkpoint = state.trainer.step = saved.step
 

@@ -13,6 +13,8 @@ from laminar.core.turn import Turn
 from laminar.ids import WorkerId
 
 EVERYBODY = WorkerId("")
+KEYS = {"rollout.flush_interval_s": "flush_interval_s", "rollout.max_concurrent": "num_requests_max"}
+"""Key of the configuration -> what of a replica's settings takes its place."""
 FLUSH_MAX_S = 60.0  # a move, a drain or an abort is as slow as that
 FLUSHES_PER_TIMEOUT = (
     4  # a replica has to give tokens so often before it can be called suspect; as in laminar.configrules

@@ -25,6 +25,7 @@ class World(Driver):
 
     def __init__(self) -> None:
         super().__init__(settings())
+        self.began = self.at
         self.start(*REPLICAS)
         self.channels = Channels(1)
         for worker in REPLICAS:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 JOINS = tuple(recovery.ROLES)
 COMMIT_EVERY = 5  # events
 SNAPSHOT_EVENTS = 64  # besides those of steps, wherever they may come
+BEGAN = 1000.0  # run time of the first event
 RICH = {
     "checkpoint_every": 2,
     "steps": 5,
@@ -97,6 +98,7 @@ class Recorded(World):
 
     def __init__(self, directory: Path, seed: int, pictures: set[int]) -> None:
         super().__init__(settings(**RICH), seed, faults=0.1)
+        self.at = BEGAN
         self.operator = True
         self.shell = Shell(directory, self.core)
         self.shell.runtime.now = lambda: self.at  # type: ignore[method-assign]
@@ -239,6 +241,8 @@ async def test_at_any_moment_the_log_gives_the_state_what_was_said_and_the_token
     assert max(len(p.tokens) for p in world.pictures.values()) > 3
     for at, live in world.pictures.items():
         cut(tmp_path / "run", at, tmp_path / f"cut-{at}")
+        history = recovery.read(tmp_path / f"cut-{at}" / "run.db")
+        assert (history.began, history.died_at >= BEGAN) == (BEGAN, True), "people count seconds from the first event"
         shell = recovered(tmp_path / f"cut-{at}")
         found = picture(shell)
         assert found.state == live.state, f"event {at}"

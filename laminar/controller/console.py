@@ -30,7 +30,6 @@ class Console:
     def __init__(self, runtime: Runtime, functions: Mapping[str, Function]) -> None:
         self._runtime = runtime
         self._language = Language(COMMANDS, functions)
-        self._began = runtime.now()
 
     def answer(self, line: str) -> Reply:
         """What the core says, or did, and where the run is then."""
@@ -45,7 +44,7 @@ class Console:
         return reply(self._view(), Answer())
 
     def _view(self) -> View:
-        return View(self._runtime.core, target="live", now=self._runtime.now(), began=self._began)
+        return View(self._runtime.core, target="live", now=self._runtime.now(), began=self._runtime.began)
 
 
 def functions(

@@ -59,8 +59,10 @@ class History(NamedTuple):
     """(worker, incarnation) -> frame up to which all that it said is in `events`."""
     segments: dict[str, int]
     """Token segment -> bytes that are on disk if nothing was lost."""
+    began: float
+    """Run time of the first event in the log of what is continued, seconds since the epoch."""
     died_at: float
-    """Run time of the last event, seconds since the epoch."""
+    """Of the last event."""
     left_out: str
     """What of the write-ahead log could not be taken; empty = nothing."""
 
@@ -105,6 +107,7 @@ def _read(connection: sqlite3.Connection, left_out: str) -> History:
         events=[msgspec.msgpack.decode(body, type=events.AnyEvent) for _, body, _ in rows],
         frames=_frames(connection),
         segments=_segments(connection),
+        began=_began(connection),
         died_at=died_at,
         left_out=left_out,
     )
@@ -118,6 +121,13 @@ def _end(connection: sqlite3.Connection) -> float:
         ends, written = (f"event {row[1]} of boot {row[0]}" if row else "no event" for row in (last, noted))
         raise sqlite3.DatabaseError(f"it ends with {ends}, and {written} was written last")
     return float(last[2])
+
+
+def _began(connection: sqlite3.Connection) -> float:
+    """Run time of the first event in the log of the boots that are continued."""
+    life = "boot >= (SELECT continues FROM boots ORDER BY boot DESC LIMIT 1)"
+    (at,) = connection.execute(f"SELECT at FROM events WHERE {life} ORDER BY boot, seq LIMIT 1").fetchone()
+    return float(at)
 
 
 def _last_snapshot(connection: sqlite3.Connection) -> tuple[int, int, Snapshot]:

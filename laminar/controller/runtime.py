@@ -33,8 +33,11 @@ AWAY_S = 5.0  # a loop that was later than this did not hear what others said; b
 class Runtime:
     """Owns the core. `perform(action)` and `observe(event)` are given by the application."""
 
-    def __init__(self, core: Core, log: EventLog, dump_directory: Path, not_before: float = 0.0) -> None:
-        """`not_before`: run time of the last event of the controller before this one; the clock may have been set back since."""
+    def __init__(
+        self, core: Core, log: EventLog, dump_directory: Path, *, began: float = 0.0, not_before: float = 0.0
+    ) -> None:
+        """`began`, `not_before`: run time of the first and last event of the controllers before this one; the clock may have been
+        set back since."""
         self.core = core
         self.finished: asyncio.Future[actions.FinishRun] = asyncio.get_running_loop().create_future()
         self.lag_s_max = 0.0
@@ -57,6 +60,8 @@ class Runtime:
         self._releasing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._wall = max(time.time(), not_before) - time.monotonic()
+        self.began = began or self.now()
+        """Run time of the first event, seconds since the epoch."""
         self._ticked = 0.0
         """When the loop came by last, by the monotonic clock; 0 = it is not measured yet."""
 

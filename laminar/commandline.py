@@ -1,10 +1,15 @@
-"""What all commands do alike with their arguments: whatever is not understood is one line that says what to type instead."""
+"""What all commands do alike: whatever is not understood is one line that says what to type instead; the same exit codes."""
 
 import argparse
 import difflib
+import os
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
-EXIT_USAGE = 2
+from laminar.errors import LaminarError
+
+EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,3 +32,17 @@ class Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
         near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
         return f"; did you mean {near[0]}?" if near else ""
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Of what the work returns, or of why it ended early."""
+    try:
+        return work()
+    except LaminarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # … | head
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
+        return EXIT_OK

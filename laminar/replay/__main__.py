@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from laminar.commandline import EXIT_USAGE, Parser
+from laminar.commandline import EXIT_USAGE, Parser, exit_code_of
 from laminar.controller import rundir
 from laminar.errors import LaminarError
 from laminar.replay.changes import parse
@@ -28,7 +27,7 @@ from laminar.replay.show import (
 from laminar.replay.verify import verify
 from laminar.replay.whatif import whatif
 
-EXIT_SAME, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_SAME, EXIT_DIVERGED = 0, 1
 EPILOG = """examples:
   python -m laminar.replay runs/my-run                              (what was recorded)
   python -m laminar.replay runs/my-run --verify
@@ -43,21 +42,16 @@ be used. Nothing is written to the run, which may be going on. docs/replay.md sa
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
-    try:
-        options = _parse(arguments)
-        with Recording(options.run or rundir.latest(Path("runs"))) as recording:
-            if options.run is None:
-                print(f"of the latest run: {recording.path}", file=sys.stderr)
-            lives = recording.lives if options.boot is None else [recording.life(options.boot)]
-            return _chosen(options)(recording, lives, options)
-    except LaminarError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # … | head
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
-        return EXIT_SAME
+    return exit_code_of(lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    options = _parse(arguments)
+    with Recording(options.run or rundir.latest(Path("runs"))) as recording:
+        if options.run is None:
+            print(f"of the latest run: {recording.path}", file=sys.stderr)
+        lives = recording.lives if options.boot is None else [recording.life(options.boot)]
+        return _chosen(options)(recording, lives, options)
 
 
 def _chosen(options: argparse.Namespace) -> Callable[[Recording, list[Life], argparse.Namespace], int]:

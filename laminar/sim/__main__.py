@@ -3,14 +3,14 @@
 import argparse
 import gc
 import json
-import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laminar.errors import ConfigError, LaminarError
+from laminar.commandline import exit_code_of
+from laminar.errors import ConfigError
 from laminar.sim import grid, pareto, plots, workload
 from laminar.sim.cluster import MODELS
 from laminar.sim.options import PRESETS, parse, scenario
@@ -26,22 +26,18 @@ SHOWN = (
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 = done, 1 = an invariant broke, 2 = the arguments are wrong."""
+    return exit_code_of(lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
     options = parse(arguments)
     gc.set_threshold(grid.GC_THRESHOLD)
+    several = {"paper": _grid, "policies": _policies}
     try:
-        several = {"paper": _grid, "policies": _policies}
         return several.get(options.preset, _runs)(options)
     except SimulationError as error:
         print(f"error: {error}\nreplay: python -m laminar.sim {shlex.join(arguments or sys.argv[1:])}", file=sys.stderr)
         return 1
-    except LaminarError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # … | head
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
-        return 0
 
 
 def _runs(options: argparse.Namespace) -> int:

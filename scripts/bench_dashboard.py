@@ -9,11 +9,13 @@ took for an update, how old the newest event was that it showed, and its tasks o
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +73,18 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--pictures", type=Path, help="directory for screenshots, light and dark")
+    return parser.parse_args()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `simulated`, and how long is looked."""
     parser.add_argument("--replicas", type=int, default=256)
     parser.add_argument("--trajectories", type=int, default=32, help="in flight per replica (default 32)")
     parser.add_argument("--mean-tokens", type=int, default=600, help="of a response (default 600: some 15 s)")
     parser.add_argument("--warm-up", type=float, default=60.0, help="seconds before the measurement (default 60)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each interval (default 30)")
-    parser.add_argument("--pictures", type=Path, help="directory for screenshots, light and dark")
-    return parser.parse_args()
 
 
 def row(name: str, window: Window) -> str:
@@ -87,8 +94,9 @@ def row(name: str, window: Window) -> str:
     return f"| {' | '.join([*cells, tasks if window.updates_s else '–'])} |"
 
 
-async def measure(options: argparse.Namespace) -> tuple[Window, Window]:
-    """(without a page, with one)."""
+@contextlib.asynccontextmanager
+async def simulated(options: argparse.Namespace) -> AsyncIterator[tuple[Fleet, ControllerRun]]:
+    """A controller on one core and its fleet on the other, when they have warmed up."""
     load = Load(options.replicas, options.trajectories, mean_tokens=options.mean_tokens)
     cores = sorted(os.sched_getaffinity(0))
     local = max(1, options.trajectories // GROUP_SIZE)
@@ -101,20 +109,26 @@ async def measure(options: argparse.Namespace) -> tuple[Window, Window]:
             await fleet.start()
             try:
                 await patiently(fleet, controller, options.warm_up)
-                without = await look(fleet, controller, options.seconds, None)
-                async with browser(1440, 1000) as page:
-                    await page.open(f"{controller.url}#token={controller.token}")
-                    await page.until("document.getElementById('connection').innerText === 'live'")
-                    await page.ask(WATCH_TASKS)
-                    await patiently(fleet, controller, 5.0)
-                    with_page = await look(fleet, controller, options.seconds, page)
-                    if options.pictures:
-                        await take_pictures(page, options.pictures, f"{options.replicas}")
-                    if page.console:
-                        print("the page's console says:", *page.console, sep="\n  ", file=sys.stderr)
-                return without, with_page
+                yield fleet, controller
             finally:
                 await fleet.close()
+
+
+async def measure(options: argparse.Namespace) -> tuple[Window, Window]:
+    """(without a page, with one)."""
+    async with simulated(options) as (fleet, controller):
+        without = await look(fleet, controller, options.seconds, None)
+        async with browser(1440, 1000) as page:
+            await page.open(f"{controller.url}#token={controller.token}")
+            await page.until("document.getElementById('connection').innerText === 'live'")
+            await page.ask(WATCH_TASKS)
+            await patiently(fleet, controller, 5.0)
+            with_page = await look(fleet, controller, options.seconds, page)
+            if options.pictures:
+                await take_pictures(page, options.pictures, f"{options.replicas}")
+            if page.console:
+                print("the page's console says:", *page.console, sep="\n  ", file=sys.stderr)
+        return without, with_page
 
 
 async def look(fleet: Fleet, controller: ControllerRun, seconds: float, page: Page | None) -> Window:

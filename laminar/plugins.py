@@ -11,6 +11,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 import sysconfig
@@ -70,6 +71,14 @@ def _bound_by(node: ast.AST) -> list[str]:
 def is_file_reference(reference: str) -> bool:
     """Whether the part before the last colon is the path of a Python file."""
     return reference.rpartition(":")[0].endswith(".py")
+
+
+def absolute(reference: str) -> str:
+    """The same reference wherever it is loaded from."""
+    if not is_file_reference(reference):
+        return reference
+    file, _, name = reference.rpartition(":")
+    return f"{Path(os.path.expanduser(file)).absolute()}:{name}"  # unlike Path.expanduser, leaves an unknown user's ~
 
 
 def _load_file(path: Path, heading: str, fresh: bool) -> ModuleType:

@@ -55,6 +55,17 @@ def test_the_fleet_has_a_row_for_each_replica_and_words_choose():
     assert "no replica has 'dead'" in desk.ask("fleet dead").lines[0]
 
 
+def test_a_name_chooses_what_it_names_and_not_what_begins_like_it():
+    desk = Desk(12)
+    assert [row["replica"] for row in desk.rows("fleet r1")] == ["rollout-1"]
+    assert [row["replica"] for row in desk.rows("fleet rollout-1 v0")] == ["rollout-1"]
+    assert len(desk.rows("fleet rollout-1 v")) == 1
+    assert {row["replica"] for row in desk.rows("fleet lout-1")} == {"rollout-1", "rollout-10", "rollout-11"}
+    told = [f"{row['subjects']} {row['because_of']} {row['what']}" for row in desk.rows("timeline r1")]
+    assert told
+    assert not [text for text in told if "rollout-1" in text and "rollout-1 " not in text + " "]
+
+
 def test_a_lost_replica_stays_in_the_fleet_with_the_reason():
     desk = Desk(2, restarts_max=1)
     desk.lost("rollout-1")
@@ -131,6 +142,43 @@ def test_the_status_says_who_waits_for_what():
     assert desk.ask("status").facts["trainer"] == "waits for complete groups: 0 of 2 are buffered"
     desk.complete_all("rollout-0")
     assert "work on step 1" in str(desk.ask("status").facts["trainer"])
+
+
+def test_the_status_says_what_an_operator_has_changed():
+    desk = Desk(2)
+    desk.ask("set buffer.max_groups=40 repack.interval_s=2")
+    desk.ask("set rollout.max_concurrent=8 r1")
+    desk.ask("sampler mine.py:Mine")
+    desk.ask("stop after 2")
+    answer = desk.ask("status")
+    assert answer.facts["run"] == "under way, and stops after step 2"
+    assert answer.lines == [
+        "changed by an operator: buffer.max_groups = 40, repack.interval_s = 2.0, buffer.sampler = mine.py:Mine, "
+        "rollout.max_concurrent = 8 of rollout-1"
+    ]
+    assert [row["what"] for row in desk.rows("story settings")][-2:] == [
+        "the sampler is mine.py:Mine",
+        "the run is to stop after step 2",
+    ]
+
+
+def test_the_sampler_says_who_chooses_and_what_it_said_last():
+    desk = Desk(1)
+    assert desk.ask("sampler").facts == {"sampler": "fifo: batches are taken first in, first out"}
+    desk.ask("sampler mine.py:Mine")
+    desk.fill("rollout-0")
+    desk.send(events.SamplerAnswered(request=1, error="fell asleep"))
+    assert desk.ask("sampler").facts == {
+        "sampler": "mine.py:Mine, chosen by an operator",
+        "last_word": "it fell asleep",
+    }
+
+
+@pytest.mark.parametrize("line", ["plan later", "versions most", "checkpoint soon"])
+def test_a_word_that_would_have_no_effect_is_refused(line):
+    desk = Desk(1)
+    name = line.split()[0]
+    assert desk.error(line).startswith(f"usage: {name} [")
 
 
 def test_names_that_are_not_there_are_answered_by_those_that_are():
@@ -256,6 +304,12 @@ def test_what_is_approved_is_carried_out_and_the_answer_is_the_story_of_that_eve
     assert [t for action in desk.all(actions.AbortAttempts) for t in action.trajectories] == moved
 
 
+def test_where_nothing_is_held_nothing_is_approved_or_skipped():
+    desk = Desk(1)
+    for line in ("approve", "approve all", "skip all", "skip 3"):
+        assert "nothing is held; `hold` or `break` holds a pass" in desk.error(line)
+
+
 def test_what_is_skipped_is_not_carried_out():
     desk = held_repack()
     assert not desk.ask("skip all").error
@@ -321,6 +375,10 @@ def test_resume_lets_go_what_was_paused_and_nothing_else():
     assert not desk.ask("resume").error
     assert not desk.core.state.holds
     assert "nothing is held or paused" in desk.error("resume")
+    desk.ask("pause repack sample")
+    assert "there is no pass 'all'" in desk.error("resume repack all")
+    desk.ask("resume all")
+    assert not desk.core.state.holds
 
 
 def test_a_paused_pass_decides_nothing_and_a_held_one_shows_what_it_would():
@@ -411,7 +469,9 @@ def test_cleared_breakpoints_are_gone():
 def test_settings_are_changed_by_the_keys_of_the_configuration():
     desk = Desk(1, repack_interval_s=1.0)
     answer = desk.ask("set buffer.max_groups=40 repack.policy=parts buffer.max_staleness=3")
-    assert answer.lines[0] == "buffer.max_groups: 6 → 40"
+    assert answer.lines[-1] == (
+        "→ buffer.max_groups 6 → 40, repack.policy whole → parts, buffer.max_staleness None → 3 (settings)"
+    )
     settings = desk.core.settings
     assert (settings.buffer_groups_max, settings.repack_policy, settings.max_staleness) == (40, "parts", 3)
     desk.ask("set buffer.max_staleness=-1")
@@ -437,6 +497,7 @@ def test_every_key_that_can_be_changed_is_a_key_of_the_configuration():
         ("set buffer.max_groups=1", "a batch of batch_groups = 2 would never fill"),
         ("set repack.policy=some", "repack.policy = 'some'"),
         ("set repack", "is no KEY=VALUE"),
+        ("set buffer.max_groups=9 buffer.max_groups=8", "buffer.max_groups is given twice"),
         ("set repack.enabled=true", "write repack.interval_s=5"),
         ("set buffer.max_groups=9 r0", "can be set of one replica"),
         ("set rollout.max_concurrent=4 buffer.max_groups=9", "are two commands"),

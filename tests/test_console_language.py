@@ -91,8 +91,13 @@ def test_commands_and_what_there_is_now_complete_a_line():
         "rollout-1",
         "rollout-12",
     ]
-    assert words_after("pause s") == ["sample"]
-    assert words_after("approve ", held=["3"]) == ["3"]
+    assert words_after("  pause s") == ["sample"]
+    assert words_after("approve 3 ", held=["3", "4"]) == ["3", "4", "all"]
+    assert words_after("break repack w") == ["when"]
+    assert words_after("break repack when mo") == ["moves"]
+    assert words_after("edit 3 s", held=["3"]) == ["send", "swap"]
+    assert words_after("set rollout.max_concurrent=8 rollout-", replica=["rollout-0"]) == ["rollout-0"]
+    assert words_after("run for 3 s") == ["seconds", "steps"]
     assert words_after("versions a") == ["all"]
     assert "status" in words_after("help ")
     assert words_after("nonsense r") == []
@@ -113,6 +118,7 @@ def test_no_line_is_answered_by_a_traceback():
             " v0",
             " 1 2",
             " é ''",
+            " ²",
             " all",
             " 99999999999999999999",
         ):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,13 @@ from laminar.console.answers import Answer, records
 from laminar.console.targets import sim
 
 pytestmark = pytest.mark.timeout(100)
+
+SAMPLER = """
+class Last:
+    def select(self, view, num_groups): return [group.id for group in view.groups[-num_groups:]]
+    def state(self): return {}
+    def load_state(self, state): pass
+"""
 
 
 @pytest.fixture
@@ -106,6 +114,23 @@ def test_a_run_that_is_held_stops_when_it_gets_nowhere(small: sim.Simulated) -> 
     assert small.look().place.step == 0
 
 
+def test_time_may_pass_for_as_long_as_somebody_likes_while_a_run_is_held(small: sim.Simulated) -> None:
+    small._track.world.stall_s = 60.0  # hours, else
+    ask(small, "run until time 10")
+    ask(small, "pause all")
+    ask(small, "run for 2000")
+    assert small.look().place.time_s >= 2000
+
+
+def test_a_run_that_is_over_is_looked_at_but_not_changed() -> None:
+    over = sim.opened("small", ["--iterations", "1"])
+    ask(over, "run")
+    assert ask(over, "status").facts["run"] == "over: completed"
+    assert ask(over, "status").facts["trainer"] is None
+    for line in ("pause repack", "set buffer.max_groups=300", "join", "break sample", "whatif join"):
+        assert "the run is over (completed)" in over.ask(line).answer.error, line
+
+
 def test_a_place_is_gone_to_whatever_is_held_on_the_way(small: sim.Simulated) -> None:
     ask(small, "hold repack")
     ask(small, "goto time 80")
@@ -122,6 +147,56 @@ def test_places_that_cannot_be_meant_are_refused(small: sim.Simulated) -> None:
     for line in ("run until", "run until step x", "run for -3", "goto nowhere 3", "step 0", "run for 3 moons"):
         assert small.ask(line).answer.error, line
     assert event(small) == before
+
+
+# ---- try ---------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_tried_on_copies_and_the_run_stays_as_it_is(small: sim.Simulated) -> None:
+    ask(small, "run until time 60")
+    before, seen = event(small), ask(small, "fleet")
+    answer = ask(small, "whatif set buffer.max_groups=64 for 30")
+    rows = {row["measure"]: row for row in records(answer.tables[0])}
+    assert rows["seconds"]["present"] == pytest.approx(30, abs=2)
+    assert rows["generated tokens/s"]["changed"] < rows["generated tokens/s"]["present"], "a quarter is live"
+    assert (event(small), ask(small, "fleet")) == (before, seen)
+
+
+def test_a_change_that_changes_nothing_has_no_effect_on_what_is_simulated(small: sim.Simulated) -> None:
+    ask(small, "run until time 30")
+    table = records(ask(small, "whatif set repack.interval_s=5 for 20").tables[0])
+    assert {row["ratio"] for row in table} <= {1.0, None}
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("whatif fleet", "`fleet` changes nothing that could be compared"),
+        ("whatif pause repack", "`pause` changes nothing that could be compared"),
+        ("whatif run for 3", "`run` changes nothing"),
+        ("whatif sampler", "`sampler` changes nothing"),
+        ("whatif set buffer.max_groups=1", "would never fill"),
+        ("whatif set buffer.max_groups=99 for ever", "seconds are expected"),
+        ("whatif drain r77", "there is no replica 'r77'"),
+        ("whatif sampler nowhere.py:X", "no file"),
+        ("whatif", "usage: whatif CHANGE"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused(small: sim.Simulated, line: str, error: str) -> None:
+    assert error in small.ask(line).answer.error
+
+
+def test_the_sampler_of_a_simulation_can_be_changed_and_gone_back_from(small: sim.Simulated, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SAMPLER)
+    ask(small, "run until time 20")
+    there = event(small)
+    assert ask(small, "sampler").facts["sampler"] == "fifo: batches are taken first in, first out"
+    assert "no file" in small.ask(f"sampler {tmp_path}/gone.py:Last").answer.error
+    ask(small, f"sampler {tmp_path}/mine.py:Last")
+    ask(small, "run until step 1")
+    assert ask(small, "sampler").facts["last_word"] == "it chose 64 groups"
+    ask(small, f"goto event {there}")
+    assert not small.core.settings.custom_sampler
 
 
 # ---- the command -------------------------------------------------------------------------------------------
@@ -154,6 +229,25 @@ def test_commands_come_from_standard_input_if_that_is_no_terminal(
     assert "> fleet" not in output
 
 
+def test_a_line_of_a_script_that_cannot_be_read_is_refused_like_any_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("status\ntimeline 'x\nfleet\n"))
+    assert main(["--sim", "small"]) == 1
+    output = capsys.readouterr().out
+    assert "a quote is not closed" in output
+    assert "> fleet" not in output
+
+
+def test_the_latest_run_is_looked_at_if_none_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["-c", "status"], ["--log", "-c", "status"]):
+        assert main(arguments) == 2
+        assert f"there is no run in {tmp_path}/runs; name the directory of one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -164,6 +258,7 @@ def test_commands_come_from_standard_input_if_that_is_no_terminal(
         (["/nowhere", "-c", "status"], "is not a run's directory"),
         (["--controller", "somewhere", "-c", "status"], "is no URL of a controller"),
         (["--sim", "small", "-c", "timeline 'x"], "a quote is not closed"),
+        (["--log", "/nowhere", "-c", "status"], "no such file"),
     ],
 )
 def test_wrong_arguments_are_one_line_that_says_what_to_write(

@@ -35,7 +35,7 @@ class Parrot:
         self.asked.append(line)
         if line == "gone":
             raise ConfigError("no controller answers")
-        error = "no" if line == "refused" else ""
+        error = "no" if "refused" in line else ""
         return Reply(answer=Answer(lines=[line], error=error), place=self.place(), names={"replica": ["rollout-0"]})
 
     def place(self) -> Place:
@@ -89,6 +89,15 @@ def test_columns_without_a_value_are_left_away_and_rows_left_off_are_counted() -
     assert "… 3 more; `all`" in shown
 
 
+def test_headings_of_numbers_give_way_to_sentences_where_room_is_short() -> None:
+    rows: list[list[str | int]] = [["r0", 7, "because " * 12]]
+    wide = text_of(Answer(tables=[table("", "replica tokens_at_the_last_check why", [["r0", 7, "because"]])]))
+    narrow = text_of(Answer(tables=[table("", "replica tokens_at_the_last_check why", rows)]))
+    assert "tokens at the last check" in wide
+    assert "tokens at the last check" not in narrow
+    assert "because because because because because because because because" in narrow
+
+
 def test_what_is_written_by_others_is_no_markup() -> None:
     assert "[red]no[/red] :smile:" in text_of(Answer(lines=["[red]no[/red] :smile:"], error="[bold]"))
 
@@ -106,10 +115,29 @@ def test_a_script_ends_at_the_first_line_that_is_refused_or_not_answered() -> No
 
 
 def test_watch_repeats_until_it_is_refused() -> None:
-    target = Parrot()
+    target = Parrot("live")
     session, _ = sitting(target)
-    assert not session.take("watch refused")
-    assert target.asked == ["refused"]
+    assert not session.take("watch groups 'refused now'")
+    assert target.asked == ["groups 'refused now'"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "error"),
+    [
+        ("live", "watch join", "`join` is not repeated"),
+        ("live", "watch stop", "`stop` is not repeated"),
+        ("live", "watch continue", "`continue` is not repeated"),
+        ("live", "watch", "usage: watch COMMAND"),
+        ("live", "watch flet", "did you mean fleet?"),
+        ("sim", "watch fleet", "`watch` is not for a simulated run: nothing changes in it but by your commands"),
+    ],
+)
+def test_only_what_looks_is_repeated_and_only_where_something_changes(kind: Target, line: str, error: str) -> None:
+    target = Parrot(kind)
+    session, file = sitting(target)
+    assert not session.take(line)
+    assert error in file.getvalue()
+    assert target.asked == []
 
 
 def test_an_empty_line_and_a_remark_ask_nothing() -> None:

@@ -38,6 +38,7 @@ async def choose(reference: str) -> tuple[Runtime, list[tuple[str, str]], Answer
     answer = change.choose(None, [reference])  # type: ignore[arg-type]
     if runtime.tasks:
         assert "is being loaded" in change.choose(None, ["other.py:Mine"]).error  # type: ignore[arg-type, union-attr]
+        assert "is being loaded" in change.choose(None, ["fifo"]).error, "or it would be overtaken"  # type: ignore[arg-type, union-attr]
     await asyncio.wait_for(asyncio.gather(*runtime.tasks), 60)
     return runtime, alarms, answer
 

@@ -1,18 +1,19 @@
 """`python -m laminar.console`: attach to a live run, simulate a cluster, or open a recorded run; one language for all three."""
 
 import argparse
+import contextlib
 import io
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from laminar.commandline import EXIT_USAGE, Parser
-from laminar.console.language import commands_of
+from laminar.commandline import EXIT_OK, Parser, exit_code_of
+from laminar.console.language import UsageError, commands_of
 from laminar.console.targets.base import Target
-from laminar.errors import LaminarError
+from laminar.controller import rundir
 
-EXIT_OK, EXIT_REFUSED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_REFUSED = 1
+RUNS, LATEST = Path("runs"), Path()
 EPILOG = """examples:
   python -m laminar.console                                   (the latest run under runs/)
   python -m laminar.console runs/my-run -c "status; fleet"
@@ -28,30 +29,16 @@ are wrong. docs/console.md has a session of each kind.
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 = every command did what it says, 1 = one was refused, 2 = the arguments are wrong."""
-    given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without → and – is no reason to fail
-    try:
-        options, rest = _parse(given)
-        target = _target(options, rest)
-    except LaminarError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    try:
+    return exit_code_of(lambda: _main(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(given: list[str]) -> int:
+    options, rest = _parse(given)
+    with contextlib.closing(_target(options, rest)) as target:
         return _sit(target, options)
-    except LaminarError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # … | head
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the interpreter flushes it at exit
-        return EXIT_OK
-    finally:
-        target.close()
 
 
 def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,7 +55,10 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--sim", nargs="?", const="small", metavar="PRESET", help="simulate; further options are those of laminar.sim"
     )
-    parser.add_argument("--log", metavar="RUN", type=Path, help="a recorded run: its directory or its run.db")
+    parser.add_argument(
+        "--log", nargs="?", const=LATEST, metavar="RUN", type=Path,
+        help="a recorded run: its directory or its run.db; default: the latest",
+    )  # fmt: skip
     parser.add_argument(
         "--boot", type=int, metavar="N", help="with --log: the part of the run that this controller process belongs to"
     )
@@ -94,10 +84,12 @@ def _target(options: argparse.Namespace, rest: list[str]) -> Target:
     if options.log is not None:
         from laminar.console.targets import log
 
-        return log.opened(options.log, options.boot)
+        return log.opened(rundir.latest(RUNS) if options.log == LATEST else options.log, options.boot)
     from laminar.console.targets import live
 
-    return live.opened(options.run, options.controller)
+    if options.controller is not None:
+        return live.at_url(options.controller)
+    return live.of_run(options.run or rundir.latest(RUNS))
 
 
 def _sit(target: Target, options: argparse.Namespace) -> int:
@@ -119,7 +111,10 @@ def _sit(target: Target, options: argparse.Namespace) -> int:
 def _lines(file: Iterable[str]) -> Iterable[str]:
     """Commands of a script, `;` or a new line between them."""
     for line in file:
-        yield from commands_of(line)
+        try:
+            yield from commands_of(line)
+        except UsageError:
+            yield line  # which is then refused with the same words
 
 
 if __name__ == "__main__":

@@ -37,23 +37,26 @@ def completions(
     language: Language, target: Target, before: str, names: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, str]]:
     """What the last word of the line before the cursor could become: (word, what it is)."""
-    words = before.split(" ")
-    last = words[-1]
-    if len([word for word in words[:-1] if word]) == 0:
+    words = before.split()
+    last = words.pop() if words and not before.endswith(" ") else ""
+    if not words:
         found = [(c.name, c.summary) for c in language.commands.values() if target in c.only]
         return [(name, what) for name, what in found if name.startswith(last)]
     try:
         command = language.find(words[0])
     except UsageError:
         return []
-    return [(word, "") for word in _arguments(language, command, names) if word.startswith(last)]
+    known = {
+        "pass": PASSES,
+        "setting": [f"{key}=" for key in (*KEYS, *OF_REPLICAS)],
+        "command": list(language.commands),
+        **names,
+    }
+    return [(word, "") for word in _arguments(command, len(words) - 1, known) if word.startswith(last)]
 
 
-def _arguments(language: Language, command: Command, names: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    if command.takes == "pass":
-        return PASSES
-    if command.takes == "setting":
-        return [f"{key}=" for key in (*KEYS, *OF_REPLICAS)]
-    if command.takes == "command":
-        return list(language.commands)
-    return names.get(command.takes) or command.takes.split()
+def _arguments(command: Command, place: int, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """What `Command.takes` says of the argument at `place`."""
+    parts = (command.option or command.takes).split(", ")
+    words = parts[min(place, len(parts) - 1)].split()
+    return [each for word in words for each in (known.get(word.lower(), []) if word.isupper() else [word])]

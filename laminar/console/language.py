@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from laminar.console.answers import Answer, Change
+from laminar.console.answers import ROWS_MAX, Answer, Change
 from laminar.console.subjects import listed, nearest
 from laminar.console.view import Target, View
 from laminar.core.events import AnyEvent
@@ -51,8 +51,16 @@ class Command:
     """What to do in its place where it does not."""
     arguments: tuple[int, int] = (0, 0)
     """Fewest and most words after the name."""
+    option: str = ""
+    """The one word that may be the argument; empty = its function says what is wrong with others."""
     takes: str = ""
-    """What completes an argument: replica, group, subject, pass, held, setting, command; or words to choose from."""
+    """What completes an argument: words, and in capitals what there is now (REPLICA, HELD …, `laminar.console.help`). A comma goes
+    on to the next argument; the last part is for all that follow."""
+
+    def require(self, target: Target) -> None:
+        """Raises UsageError where it means nothing."""
+        if target not in self.only:
+            raise UsageError(f"`{self.name}` is not for {RUNS[target]}: {self.elsewhere}")
 
 
 class Language:
@@ -76,19 +84,20 @@ class Language:
     def answer(self, view: View, line: str, post: Post | None) -> Answer:
         """Carry a line out. `post`: None = nothing can be changed here."""
         try:
-            command, words = self._understood(line)
+            command, words = self.understood(line)
             found = _called(command, view, words)
             return found if isinstance(found, Answer) else _changed(command, view, found, post)
         except LaminarError as error:
             return Answer(error=str(error))
 
-    def _understood(self, line: str) -> tuple[Command, list[str]]:
+    def understood(self, line: str) -> tuple[Command, list[str]]:
+        """The command of a line, and its arguments. Raises UsageError."""
         words = split(line)
         if not words:
             raise UsageError("an empty line is no command; `help` lists all")
         command, arguments = self.find(words[0]), words[1:]
         fewest, most = command.arguments
-        if not fewest <= len(arguments) <= most:
+        if not fewest <= len(arguments) <= most or (command.option and arguments not in ([], [command.option])):
             raise UsageError(f"usage: {command.usage}; `help {command.name}` has examples")
         return command, arguments
 
@@ -99,6 +108,17 @@ def split(line: str) -> list[str]:
         return shlex.split(line, comments=True)
     except ValueError as error:
         raise UsageError(f"{line!r}: {str(error).lower()}: a quote is not closed") from None
+
+
+def num_rows(words: list[str], usual: int) -> int:
+    """How many rows are asked for: a number, `all` that a table has, or as many as usual. Raises UsageError."""
+    if not words:
+        return usual
+    if words[0] == "all":
+        return ROWS_MAX
+    if not words[0].isdecimal() or not 0 < int(words[0]) <= ROWS_MAX:
+        raise UsageError(f"{words[0]!r}: a number of rows from 1 to {ROWS_MAX} is expected")
+    return int(words[0])
 
 
 def commands_of(text: str) -> list[str]:
@@ -118,7 +138,8 @@ def commands_of(text: str) -> list[str]:
 
 
 def _called(command: Command, view: View, words: list[str]) -> Answer | Change:
-    if view.target not in command.only or command.function is None:
+    command.require(view.target)
+    if command.function is None:  # a target without one of its own
         raise UsageError(f"`{command.name}` is not for {RUNS[view.target]}: {command.elsewhere}")
     return command.function(view, words)
 
@@ -126,9 +147,17 @@ def _called(command: Command, view: View, words: list[str]) -> Answer | Change:
 def _changed(command: Command, view: View, change: Change, post: Post | None) -> Answer:
     if post is None:
         raise UsageError(f"`{command.name}` would change the run, and a recorded one is what it was; `help whatif`")
+    require_going_on(view)
     numbers = [post(event) for event in change.events]
     events = ", ".join(map(str, numbers))
     return Answer(facts={"event": events} if numbers else {}, lines=[*change.lines, *_followed(view, numbers)])
+
+
+def require_going_on(view: View) -> None:
+    """Raises UsageError where nothing follows any more."""
+    if view.state.finished:
+        then = ": go back to a moment before its end" if view.target == "sim" else ""
+        raise UsageError(f"the run is over ({view.state.finished}){then}")
 
 
 def _followed(view: View, numbers: list[int]) -> list[str]:

@@ -13,15 +13,14 @@ from types import FrameType
 from typing import Protocol
 
 from laminar.console.answers import Answer
-from laminar.console.commands import held, stories
+from laminar.console.commands import held, steps, stories
 from laminar.console.language import Function, UsageError
 from laminar.console.view import Target, View
 from laminar.core.engine import Core
 
 STANDSTILL_S = 600.0  # longer than a train step of a simulated run, which moves nothing before its end
 FORECAST_S = 600.0  # of a what-if, if nothing is said: a few train steps of the presets
-ROWS = 12  # of what happened on the way
-USAGE = "until step N | until time S | until event N | for S seconds | for N events | for N steps"
+ROWS = 8  # of what happened on the way
 
 
 class Track(Protocol):
@@ -157,11 +156,11 @@ class Stepper:
     def _arrived(self, before: int, why: str) -> Answer:
         core = self._track.core
         view = View(core, target=self._target, now=self._track.now, began=self._track.began)
-        told = [row for row in core.story.latest(50 * ROWS) if row.cause > before]
+        told = [row for row in core.story.rows() if row.cause > before]
         lines = [*([why] if why else []), *held.lines(view)]
         facts = {"events": core.state.seq, "new_events": core.state.seq - before, "time_s": view.run_s(view.now),
                  "step": core.state.trainer.step}  # fmt: skip
-        tables = [stories.rows(view, told, rows_max=ROWS, title="what happened")] if told else []
+        tables = [stories.rows(view, told, rows_max=ROWS, title="what happened", note="`timeline`")] if told else []
         return Answer(facts=dict(facts), tables=tables, lines=lines)
 
     @contextmanager
@@ -212,7 +211,7 @@ def _until(view: View, words: list[str]) -> Until:
             return Until(step=view.state.trainer.step + _whole(number, "steps"))
         case ["for", number] | ["for", number, "seconds" | "s"]:
             return Until(at=view.now + _seconds(number))
-    raise UsageError(f"{' '.join(words)!r} is no place to stop; write {USAGE}")
+    raise UsageError(f"{' '.join(words)!r} is no place to stop; write {steps.UNTIL}")
 
 
 def split_off_until(view: View, words: list[str]) -> tuple[str, Until]:

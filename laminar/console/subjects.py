@@ -40,6 +40,14 @@ def replica(view: View, text: str) -> Replica:
     return view.state.replicas[worker(view, text, list(view.state.replicas), "replica")]
 
 
+def written(view: View, word: str) -> str:
+    """The whole name of the worker that a word is the short form of; other words as they are."""
+    try:
+        return worker(view, word, [WorkerId(name) for name in workers(view)], "worker")
+    except UnknownSubject:
+        return word
+
+
 def worker(view: View, text: str, names: Sequence[WorkerId], kind: str) -> WorkerId:
     """The one of `names` that is meant: as written, or `r3` for the only one that ends in `-3`, replicas
     first. Raises UnknownSubject."""

@@ -7,7 +7,11 @@ comes of it is told like an alarm: ``sampler-changed`` when batches are chosen b
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
+from laminar import plugins
 from laminar.console.answers import Answer, Change
+from laminar.console.commands import change
 from laminar.console.view import View
 from laminar.controller.runtime import Runtime
 from laminar.core import events
@@ -23,21 +27,26 @@ class SamplerChange:
 
     def __init__(self, runtime: Runtime, samplers: Samplers, alarm: Callable[[str, str], None]) -> None:
         self._runtime, self._samplers, self._alarm = runtime, samplers, alarm
-        self._loading = ""
+        self._loading = self._refused = ""
 
     def choose(self, view: View, words: list[str]) -> Answer | Change:
-        """`sampler REFERENCE`."""
-        reference = words[0]
-        if reference == FIFO:
-            return Change(
-                events=[events.SamplerChanged(reference=FIFO)], lines=["batches are taken first in, first out"]
-            )
+        """`sampler [REFERENCE]`."""
+        if not words:
+            return msgspec.structs.replace(change.sampler(view, words), lines=self._told())
         if self._loading:
             return Answer(error=f"{self._loading} is being loaded; say it again when that is over")
-        self._loading = reference
-        self._runtime.own(self._load(reference), f"sampler-{reference}")
-        return Answer(
-            lines=[f"{reference} is being loaded; it chooses the batches from then on, unless that fails: `status`"]
+        if words == [FIFO]:
+            self._refused = ""
+            return change.sampler(view, words)
+        self._loading, self._refused = plugins.absolute(words[0]), ""
+        self._runtime.own(self._load(self._loading), f"sampler-{self._loading}")
+        return Answer(lines=self._told())
+
+    def _told(self) -> list[str]:
+        """What is under way, or how the last one fared."""
+        then = "it chooses the batches from then on, unless that fails: `sampler` says so"
+        return (
+            [f"{self._loading} is being loaded; {then}"] if self._loading else [self._refused] if self._refused else []
         )
 
     async def _load(self, reference: str) -> None:
@@ -46,7 +55,8 @@ class SamplerChange:
                 await asyncio.to_thread(self._samplers.prepare, reference)
         except (ConfigError, TimeoutError) as error:
             reason = str(error) or f"it was not imported within {LOAD_S:g} s"
-            self._alarm("sampler-refused", f"{reference} does not choose batches: {reason}; nothing is changed")
+            self._refused = f"{reference} does not choose batches: {reason}; nothing is changed"
+            self._alarm("sampler-refused", self._refused)
         else:
             self._runtime.post(events.SamplerChanged(reference=reference))
         finally:

@@ -140,7 +140,8 @@ class World:
         state = self.core.state
         books, trainer = state.ledger, state.trainer
         moved = (books.tokens.total, books.trajectories.total, trainer.step, trainer.branch, trainer.checkpoint)
-        if moved != self._moved or self.training.free_at > self.now or state.held:  # an operator may take any time
+        is_held = state.held or state.holds  # an operator may take any time
+        if moved != self._moved or self.training.free_at > self.now or is_held:
             self._moved, self._moved_at = moved, self.now
             return
         raise SimulationError(

@@ -156,7 +156,7 @@ COMMANDS = (
         summary="why a replica drains or is idle, a group is not sampled, a version not readable …",
         function=why,
         arguments=(1, 2),
-        takes="subject",
+        takes="SUBJECT trainer new",
         examples=(
             (
                 "why r3",
@@ -186,7 +186,7 @@ COMMANDS = (
         summary="the repack that is held, or what one would do now, candidate by candidate",
         function=plan,
         arguments=(0, 1),
-        takes="now",
+        option="now",
         examples=(
             ("plan", "KV use now and at the last check, B, roles, and each destination that was not chosen"),
             ("plan now", "the same while a repack is held"),

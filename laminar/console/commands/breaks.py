@@ -12,6 +12,7 @@ from laminar.console.view import View
 from laminar.core import breakpoints, events
 from laminar.core.operator_records import Condition
 
+_FIELDS = dict.fromkeys(field for fields in breakpoints.FIELDS.values() for field in fields)
 _CONDITION = re.compile(r"\s*([a-z_]+)\s*(==|!=|<=|>=|<|>|=)\s*(\S+)\s*")
 
 
@@ -107,7 +108,7 @@ COMMANDS = (
         summary="hold the run at decisions of a pass, or at events; without words, the breakpoints there are",
         function=break_at,
         arguments=(0, 24),
-        takes=" ".join(breakpoints.FIELDS),
+        takes=f"{' '.join(breakpoints.FIELDS)}, when, {' '.join(_FIELDS)} and REPLICA GROUP VERSION",
         examples=(
             ("break repack when moves > 2", "hold a repack that moves more than two trajectories"),
             ("break repack when replica == r3", "one in which rollout-3 is a source or a destination"),
@@ -124,7 +125,7 @@ COMMANDS = (
         summary="take breakpoints away",
         function=clear,
         arguments=(1, 8),
-        takes="breakpoint",
+        takes="BREAKPOINT",
         examples=(("clear 2", "breakpoint 2"), ("clear all", "all of them")),
     ),
 )

@@ -1,5 +1,7 @@
 """Change a run: settings, replicas, the sampler, a checkpoint, its end. Each is an event in the log (`laminar.core.amend`)."""
 
+from collections import Counter
+
 from laminar.console import subjects
 from laminar.console.answers import Answer, Cell, Change, table
 from laminar.console.language import Command, UsageError
@@ -11,7 +13,7 @@ from laminar.ids import WorkerId
 
 KEYS = {key: name for name, key in amend.CHANGEABLE.items()}
 """As users know them -> settings of the core."""
-OF_REPLICAS = {"rollout.flush_interval_s": "flush_interval_s", "rollout.max_concurrent": "num_requests_max"}
+OF_REPLICAS = tuning.KEYS
 """Keys that are changed of every replica, or of one that is named."""
 SWITCH = "repack.enabled"
 
@@ -49,6 +51,8 @@ def change(view: View, words: list[str]) -> Change:
     """`set KEY=VALUE …`, of replicas `set KEY=VALUE [REPLICA]`."""
     assignments = [word for word in words if "=" in word]
     replicas = [word for word in words if "=" not in word]
+    if twice := [word for word, num in Counter(_parted(word)[0] for word in assignments).items() if num > 1]:
+        raise UsageError(f"{twice[0]} is given twice")
     if not assignments:
         raise UsageError(f"{words[0]!r} is no KEY=VALUE; `settings` lists what can be changed")
     of_replicas = [word for word in assignments if word.partition("=")[0] in OF_REPLICAS]
@@ -63,12 +67,8 @@ def _of_the_run(view: View, assignments: list[str]) -> Change:
     changes: dict[str, Value] = dict(_setting(view, *_parted(word)) for word in assignments)
     if refusal := amend.why_not_changed(view.turn, changes):
         raise UsageError(_in_keys(refusal))
-    names = [
-        f"{amend.CHANGEABLE[n]}: {_as_written(getattr(view.settings, n))} → {_as_written(v)}"
-        for n, v in changes.items()
-    ]
     then = "from the next decision on; what has begun under the old value stays as it was decided"
-    return Change(events=[events.SettingsChanged(changes=changes)], lines=[*names, then])
+    return Change(events=[events.SettingsChanged(changes=changes)], lines=[then])
 
 
 def _parted(word: str) -> tuple[str, str]:
@@ -130,6 +130,22 @@ def _number(key: str, text: str) -> float:
         kind = "a whole number" if key == "rollout.max_concurrent" else "a number of seconds"
         raise UsageError(f"{key}={text}: {kind} is expected") from None
     return value
+
+
+# ---- the sampler -------------------------------------------------------------------------------------------
+
+
+def sampler(view: View, words: list[str]) -> Answer | Change:
+    """Which one chooses; `sampler REFERENCE`: that one from now on. Whoever drives the core loads it before."""
+    if words:
+        what = "batches are taken first in, first out" if words[0] == amend.FIFO else f"{words[0]} chooses the batches"
+        return Change(events=[events.SamplerChanged(reference=words[0])], lines=[f"{what} from now on"])
+    chosen, is_custom = view.state.sampler, view.settings.custom_sampler
+    by = f"{chosen}, chosen by an operator" if chosen else f"that of the configuration ({amend.SAMPLER})"
+    facts: dict[str, Cell] = {"sampler": by if is_custom else "fifo: batches are taken first in, first out"}
+    if is_custom and (word := view.state.sampler_word):
+        facts["last_word"] = f"it {word.fault}" if word.fault else f"it chose {len(word.groups)} groups"
+    return Answer(facts=facts)
 
 
 # ---- replicas, checkpoints, the end ------------------------------------------------------------------------
@@ -194,7 +210,7 @@ COMMANDS = (
         summary="change bounds, thresholds, policies, concurrency, flush intervals",
         function=change,
         arguments=(1, 12),
-        takes="setting",
+        takes="SETTING, SETTING REPLICA",
         examples=(
             ("set buffer.max_groups=40", "let 40 groups live at once"),
             ("set repack.interval_s=2 repack.policy=parts", "two at once: both, or none"),
@@ -202,22 +218,24 @@ COMMANDS = (
             ("set rollout.max_concurrent=64 r3", "rollout-3 gets at most 64 requests at once"),
             ("set rollout.flush_interval_s=1", "every replica flushes its tokens once a second"),
         ),
-        details="Keys are those of the configuration file. What is changed is kept with the run's state, also when its controller "
-        "is replaced; a run that is resumed from a checkpoint begins with its configuration again.",
+        details="Keys are those of the configuration file. What is changed stays so, also when the controller is replaced, or the "
+        "run is resumed from a checkpoint: then KEY=VALUE after --resume wins over it.",
     ),
     Command(
         name="sampler",
         part="Change",
-        usage="sampler fifo | PKG.MOD:CLASS | FILE.py:CLASS",
-        summary="let another sampler choose the batches from now on",
-        arguments=(1, 1),
-        only=("live", "sim"),
-        elsewhere="`whatif sampler …` says what it would do from here on",
+        usage="sampler [fifo | PKG.MOD:CLASS | FILE.py:CLASS]",
+        summary="which sampler chooses the batches; or let another one do so from now on",
+        function=sampler,
+        arguments=(0, 1),
+        takes="fifo",
         examples=(
-            ("sampler mine.py:MySampler", "loaded anew, in the background"),
+            ("sampler", "which one chooses, and what it said last"),
+            ("sampler mine.py:MySampler", "another one; a file is read as it is now"),
             ("sampler fifo", "the built-in one"),
         ),
-        details="A path is one of the controller's machine, relative to where it was started.",
+        details="A live run loads it in the background: nothing changes if that fails. A path is taken from where you are, if "
+        "there is such a file, else from where the controller was started.",
     ),
     Command(
         name="drain",
@@ -226,7 +244,7 @@ COMMANDS = (
         summary="take replicas out: they finish what they have, and leave",
         function=drain,
         arguments=(1, 16),
-        takes="replica",
+        takes="REPLICA",
         examples=(("drain r3", "rollout-3; the last one that admits groups is kept"),),
     ),
     Command(
@@ -245,10 +263,12 @@ COMMANDS = (
     Command(
         name="checkpoint",
         part="Change",
-        usage="checkpoint",
+        usage="checkpoint [now]",
         summary="save a checkpoint now, or after the running step",
         function=checkpoint,
-        examples=(("checkpoint", ""),),
+        arguments=(0, 1),
+        option="now",
+        examples=(("checkpoint", "of the step that is done, or of the one that runs"),),
     ),
     Command(
         name="stop",
@@ -257,6 +277,7 @@ COMMANDS = (
         summary="end the run: finish the step, save, leave nothing behind",
         function=stop,
         arguments=(0, 2),
+        takes="after never",
         examples=(
             ("stop", "after the step under way"),
             ("stop after 40", "when step 40 is done"),
@@ -270,13 +291,13 @@ COMMANDS = (
         summary="carry a change out on a copy, simulate both forward, and compare",
         arguments=(1, 16),
         elsewhere="attach by the run's directory, whose log it is made of",
-        takes="set sampler drain join",
+        takes="set drain join sampler, SETTING REPLICA",
         examples=(
             ("whatif set repack.interval_s=2 for 600", "the next ten minutes with more frequent checks"),
             ("whatif set rollout.refresh_policy=continuous buffer.max_ready_groups=64 for 3 steps", "another policy"),
-            ("whatif sampler mine.py:MySampler for 3 steps", "another sampler; every simulated reward is 1"),
             ("whatif drain r3", "one replica less"),
             ("whatif join", "one more"),
+            ("whatif sampler mine.py:MySampler for 3 steps", "another sampler; every simulated reward is 1"),
         ),
         details="CHANGE is any command of `Change`. Both copies begin in the state of now. Of a live or recorded run they go on "
         "with the rates fitted from its log and without further faults, and what the log has of that time is beside them. "

@@ -123,7 +123,7 @@ COMMANDS = (
         summary="change a held decision; it goes on being held",
         function=edit,
         arguments=(2, 5),
-        takes="held",
+        takes="HELD, drop send swap on pull, REPLICA GROUP VERSION",
         examples=(
             ("edit 3 drop r1", "repack: what was to move from rollout-1 stays"),
             ("edit 3 drop r1 r2", "repack: only what was to move from there to rollout-2"),

@@ -20,12 +20,19 @@ FLEET = "replica health version behind generating running waiting kv_share admit
 def show_fleet(view: View, words: list[str]) -> Answer:
     """Every replica, one a row, or those that have all of the words in their row."""
     rows = [_row(view, worker, status) for worker, status in health.overview(view.turn).items()]
-    chosen = [row for row in rows if all(any(word in str(cell) for cell in row) for word in words)]
+    chosen = rows
+    for word in words:
+        chosen = _with(subjects.written(view, word), chosen)
     if words and not chosen:
         return Answer(
             lines=[f"no replica has {' and '.join(map(repr, words))} in its row; `fleet` shows all {len(rows)}"]
         )
     return Answer(tables=[table("", FLEET, chosen)], lines=[_summary(view, rows)])
+
+
+def _with(word: str, rows: list[list[Cell]]) -> list[list[Cell]]:
+    """Rows of which a cell is the word, `v1` and not `v12`; if none is, those of which a cell has it in it."""
+    return [row for row in rows if word in row] or [row for row in rows if any(word in str(cell) for cell in row)]
 
 
 def _row(view: View, worker: WorkerId, status: health.Status) -> list[Cell]:
@@ -100,7 +107,9 @@ def _on(view: View, replica: Replica) -> Table:
     rows: list[list[Cell]] = [
         [f"g{format_id(group)}", len(lengths), min(lengths), max(lengths)] for group, lengths in here.items()
     ]
-    return table("at", "group siblings tokens_min tokens_max", rows, rows_max=20, note=f"`groups {replica.id}`: all")
+    return table(
+        "groups here", "group siblings tokens_min tokens_max", rows, rows_max=20, note=f"`groups {replica.id}`: all"
+    )
 
 
 # ---- weights -----------------------------------------------------------------------------------------------
@@ -172,13 +181,13 @@ COMMANDS = (
         summary="all replicas: health, version, requests, KV use, room in their local batch",
         function=show_fleet,
         arguments=(0, 8),
-        takes="replica",
+        takes="generating draining syncing suspect dead REPLICA VERSION",
         examples=(
             ("fleet", "all of them"),
             ("fleet draining", "those that drain"),
             ("fleet v12 host-3", "those on host-3 that hold v12"),
         ),
-        details="Words choose rows that contain all of them. `behind` counts trainer steps from the version that a replica holds "
+        details="Words choose rows that have all of them. `behind` counts trainer steps from the version that a replica holds "
         "to what the trainer holds now; `admits`, under refresh policy `batch`, the groups that its local batch has room for.",
     ),
     Command(
@@ -188,7 +197,7 @@ COMMANDS = (
         summary="one replica: what it does, holds and waits for, and its last moments",
         function=show_replica,
         arguments=(1, 1),
-        takes="replica",
+        takes="REPLICA",
         examples=(("replica r3", "rollout-3, by its short name"), ("replica rollout-3", "the same")),
     ),
     Command(
@@ -198,7 +207,7 @@ COMMANDS = (
         summary="weight versions: who holds them, what is generated under them",
         function=show_versions,
         arguments=(0, 1),
-        takes="all",
+        option="all",
         examples=(
             ("versions", "those that somebody holds or generates under"),
             ("versions all", "all that are remembered"),

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from laminar.console import subjects
 from laminar.console.answers import ROWS_MAX, Answer, Cell, table
-from laminar.console.language import Command
+from laminar.console.language import Command, num_rows
 from laminar.console.view import View
 from laminar.core import bounds, dispatch, groups
 from laminar.core.records import Group, GroupState, Trajectory, TrajectoryState
@@ -18,7 +18,7 @@ GROUPS = "group state step replica version behind siblings done queued tokens ag
 
 def show_groups(view: View, words: list[str]) -> Answer:
     """Groups that all of the words are true of, the first begun first; without words those in flight."""
-    wanted = [_written(view, word) for word in words if word != "all"]
+    wanted = [subjects.written(view, word) for word in words if word != "all"]
     every = view.state.groups.values()
     found = [group for group in every if all(word in _labels(group) for word in wanted)] if words else _in_flight(view)
     rows_max = ROWS_MAX if "all" in words else ROWS
@@ -29,11 +29,6 @@ def show_groups(view: View, words: list[str]) -> Answer:
     rows = [_row(view, group) for group in found[:rows_max]]
     tables = [table("", GROUPS, rows, left_off=len(found) - len(rows), note=note)] if rows else []
     return Answer(tables=tables, lines=lines)
-
-
-def _written(view: View, word: str) -> str:
-    """`r3` as the replica's name; other words as they are."""
-    return subjects.replica(view, word).id if word[:1] == "r" and word[1:].isdigit() else word
 
 
 def _labels(group: Group) -> tuple[str, ...]:
@@ -142,7 +137,7 @@ def show_buffer(view: View, words: list[str]) -> Answer:
     """Complete groups in order of completion, how old they are, and what limits them."""
     state, settings = view.state, view.settings
     waiting = [state.groups[group] for group in state.buffer]
-    rows_max = ROWS_MAX if words == ["all"] else ROWS
+    rows_max = num_rows(words, ROWS)
     rows = [_buffered_row(view, group) for group in waiting[:rows_max]]
     facts: dict[str, Cell] = {
         "complete_groups": f"{len(waiting)}, a batch takes {settings.batch_groups}",
@@ -159,7 +154,7 @@ def show_buffer(view: View, words: list[str]) -> Answer:
     }
     columns = "group version behind age_s tokens reward_mean reward_std replica"
     left_off = len(waiting) - len(rows)
-    found = table("in order of completion", columns, rows, left_off=left_off, note="`buffer all`: more")
+    found = table("in order of completion", columns, rows, left_off=left_off, note="`buffer all`")
     return Answer(facts=facts, tables=[found] if rows else [])
 
 
@@ -181,13 +176,11 @@ def _buffered_row(view: View, group: Group) -> list[Cell]:
 def _sampler(view: View) -> str:
     if not view.settings.custom_sampler:
         return "fifo"
+    name = view.state.sampler or "that of the configuration"
     if view.state.sampler_request:
-        return "custom; it has been asked and has not answered"
-    return (
-        "custom; it chose nothing, and is asked again when the buffer changes"
-        if view.state.sampler_starved
-        else "custom"
-    )
+        return f"{name}; it has been asked and has not answered"
+    starved = "; it chose nothing, and is asked again when the buffer changes" if view.state.sampler_starved else ""
+    return name + starved
 
 
 def histogram(values: Iterable[int]) -> str | None:
@@ -206,12 +199,12 @@ COMMANDS = (
     Command(
         name="buffer",
         part="Look",
-        usage="buffer [all]",
+        usage="buffer [ROWS | all]",
         summary="complete groups that wait for the trainer: age, staleness, rewards, and the limits",
         function=show_buffer,
         arguments=(0, 1),
         takes="all",
-        examples=(("buffer", f"the first {ROWS} in order of completion"), ("buffer all", "more of them")),
+        examples=(("buffer", f"the first {ROWS} in order of completion"), ("buffer 3", "the first three")),
     ),
     Command(
         name="groups",
@@ -220,7 +213,7 @@ COMMANDS = (
         summary="groups in flight; with words, those of a replica, version, state or step",
         function=show_groups,
         arguments=(0, 6),
-        takes="replica",
+        takes="all in-flight buffered leased REPLICA VERSION",
         examples=(
             ("groups", "those in flight"),
             ("groups r3", "those of rollout-3, whatever their state"),
@@ -234,7 +227,7 @@ COMMANDS = (
         summary="one group with its siblings",
         function=show_group,
         arguments=(1, 1),
-        takes="group",
+        takes="GROUP",
         examples=(("group g7", "group 7 of the newest boot that has one"), ("group g2.7", "group 7 of boot 2")),
     ),
     Command(
@@ -244,7 +237,7 @@ COMMANDS = (
         summary="one trajectory: versions, lengths, reward",
         function=show_trajectory,
         arguments=(1, 1),
-        takes="trajectory",
+        takes="TRAJECTORY",
         examples=(("trajectory t42", "by its number"),),
     ),
 )

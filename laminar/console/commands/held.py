@@ -1,5 +1,7 @@
 """Step through decisions: hold a pass, look at what it decides next, edit, apply or skip it."""
 
+from collections.abc import Iterable
+
 from laminar.console.answers import Answer, Cell, Change, Table, table
 from laminar.console.language import Command, UsageError
 from laminar.console.subjects import listed, nearest
@@ -38,9 +40,7 @@ def show_held(view: View, words: list[str]) -> Answer:
         [h.id, h.pass_name, view.since_s(h.held_at), in_words(h.decision)] for h in view.state.held.values()
     ]
     if not rows:
-        return Answer(
-            lines=lines(view) or ["nothing is held; `pause repack` or `break repack` holds its next decision"]
-        )
+        return Answer(lines=lines(view) or ["nothing is held; `hold repack` or `break repack` holds its next decision"])
     return Answer(tables=[table("", "decision pass held_s what", rows)], lines=[then(_first(view))])
 
 
@@ -96,9 +96,9 @@ def _batch_row(view: View, number: int) -> list[Cell]:
 
 def of_number(view: View, word: str) -> HeldDecision:
     """The held decision of this number. Raises UsageError."""
-    found = view.state.held.get(int(word)) if word.isdigit() else None
+    found = view.state.held.get(int(word)) if word.isdecimal() else None
     if found is None:
-        there = "; ".join(f"{h.id} ({h.pass_name})" for h in view.state.held.values()) or "none"
+        there = _numbered(view.state.held.values()) or "none"
         raise UsageError(f"no decision {word} is held; there are: {there}")
     return found
 
@@ -106,16 +106,17 @@ def of_number(view: View, word: str) -> HeldDecision:
 def _chosen(view: View, words: list[str]) -> list[HeldDecision]:
     """Those that are named; without a name, the only one. Raises UsageError."""
     held = list(view.state.held.values())
-    if words == ["all"]:
-        return held
-    if words:
+    if not held:
+        raise UsageError("nothing is held; `hold` or `break` holds a pass")
+    if words and words != ["all"]:
         return [of_number(view, word) for word in words]
-    if len(held) == 1:
+    if words or len(held) == 1:
         return held
-    there = "; ".join(f"{h.id} ({h.pass_name})" for h in held)
-    raise UsageError(
-        f"which? held are {there}; or say `all`" if held else "nothing is held; `hold` or `break` holds a pass"
-    )
+    raise UsageError(f"which? held are {_numbered(held)}; or say `all`")
+
+
+def _numbered(held: Iterable[HeldDecision]) -> str:
+    return "; ".join(f"{h.id} ({h.pass_name})" for h in held)
 
 
 def _pass(word: str) -> str:
@@ -152,7 +153,7 @@ def _passes(words: list[str]) -> tuple[str, ...]:
 def resume(view: View, words: list[str]) -> Change:
     """Let passes go."""
     held = list(view.state.holds)
-    names = [_pass(word) for word in words if word != "all"] or held
+    names = held if words in ([], ["all"]) else list(map(_pass, words))
     if not names:
         raise UsageError("nothing is held or paused")
     if free := [name for name in names if name not in held]:
@@ -211,7 +212,7 @@ COMMANDS = (
         summary="show each decision of dispatch, repack, sample or refresh before it is applied",
         function=hold,
         arguments=(1, 4),
-        takes="pass",
+        takes="PASS all",
         examples=(("hold repack", "no trajectory moves without your word"), ("hold dispatch sample", "two of them")),
         details="What is under way goes on: what generates is finished, rewarded and buffered, and time limits of workers run.",
     ),
@@ -222,7 +223,7 @@ COMMANDS = (
         summary="let dispatch, repack, sample or refresh decide nothing",
         function=pause,
         arguments=(1, 4),
-        takes="pass",
+        takes="PASS all",
         examples=(
             ("pause dispatch", "no group begins; those that generate are finished and trained"),
             ("pause all", ""),
@@ -231,11 +232,11 @@ COMMANDS = (
     Command(
         name="resume",
         part="Step",
-        usage="resume [PASS …]",
+        usage="resume [PASS … | all]",
         summary="let passes go that are held or paused",
         function=resume,
         arguments=(0, 4),
-        takes="pass",
+        takes="PASS all",
         examples=(("resume", "all of them"), ("resume repack", "one of them")),
     ),
     Command(
@@ -245,7 +246,7 @@ COMMANDS = (
         summary="decisions that wait for your word; with a number, all that is in one",
         function=show_held,
         arguments=(0, 1),
-        takes="held",
+        takes="HELD",
         examples=(("held", "all"), ("held 3", "decision 3: each transfer with its reason, or each group")),
     ),
     Command(
@@ -255,7 +256,7 @@ COMMANDS = (
         summary="apply held decisions",
         function=approve,
         arguments=(0, 8),
-        takes="held",
+        takes="HELD all",
         examples=(
             ("approve", "the only one that is held"),
             ("approve 3", "decision 3"),
@@ -270,7 +271,7 @@ COMMANDS = (
         summary="drop held decisions; their pass decides nothing until the next event",
         function=skip,
         arguments=(0, 8),
-        takes="held",
+        takes="HELD all",
         examples=(("skip 3", "decision 3"),),
         details="The facts are the same, so the same may be decided at the next event: hold the pass to keep it from that.",
     ),

@@ -6,7 +6,7 @@ from laminar.console.answers import Answer, Cell, table
 from laminar.console.commands import held
 from laminar.console.language import Command
 from laminar.console.view import View
-from laminar.core import bounds, ledger, versions, waits
+from laminar.core import amend, bounds, ledger, versions, waits
 from laminar.core.records import Account, GroupState
 from laminar.core.waits import Wait
 
@@ -18,8 +18,10 @@ def show_status(view: View, words: list[str]) -> Answer:
         "run": _phase(view),
         "time_s": view.run_s(view.now),
         "step": f"{state.trainer.step} of {view.settings.steps}",
-        "trainer": _waits_of(view, found, waits.TRAINER) or "at work",
-        "new_groups": _waits_of(view, found, waits.NEW_GROUPS) or "begin wherever a replica may admit them",
+        "trainer": None if state.finished else _waits_of(view, found, waits.TRAINER) or "at work",
+        "new_groups": None
+        if state.finished
+        else _waits_of(view, found, waits.NEW_GROUPS) or "begin wherever a replica may admit them",
         "groups": _groups(view),
         "replicas": _replicas(view),
         "weights": _weights(view),
@@ -27,7 +29,9 @@ def show_status(view: View, words: list[str]) -> Answer:
         "ledger": "closed" if _is_closed(view) else "OPEN: this is a bug",
         "events": state.seq,
     }
-    return Answer(facts=facts, lines=[*_alarms(view), *held.lines(view)])
+    changed = amend.in_words(state)
+    lines = [f"changed by an operator: {', '.join(changed)}"] if changed else []
+    return Answer(facts=facts, lines=[*_alarms(view), *lines, *held.lines(view)])
 
 
 def _phase(view: View) -> str:
@@ -36,7 +40,8 @@ def _phase(view: View) -> str:
         return f"over: {state.finished}"
     if state.stopping:
         return f"stopping: {state.stopping}"
-    return "under way" if state.started else "not begun"
+    until = f", and stops after step {state.stop_after}" if state.stop_after else ""
+    return "under way" + until if state.started else "not begun"
 
 
 def _waits_of(view: View, found: list[Wait], who: str) -> str:

@@ -3,6 +3,8 @@
 from laminar.console.commands import held
 from laminar.console.language import Command
 
+UNTIL = "until step N | until time S | until event N | for S seconds | for N events | for N steps"
+PLACES = "until for, step time event, seconds events steps"
 LIVE = "it goes on by itself; `hold`, `pause` or `break` make it wait for you"
 
 COMMANDS = (
@@ -20,9 +22,10 @@ COMMANDS = (
     Command(
         name="run",
         part="Step",
-        usage="run [until step N | until time S | until event N | for S seconds | for N events | for N steps]",
+        usage=f"run [{UNTIL}]",
         summary="go on until there, or until a decision is held, or to the end",
         arguments=(0, 3),
+        takes=PLACES,
         only=("sim", "log"),
         elsewhere=LIVE,
         examples=(
@@ -64,6 +67,7 @@ COMMANDS = (
         usage="continue [as run]",
         summary="let go what a breakpoint holds, apply what `hold` shows; not live: and run on",
         arguments=(0, 3),
+        takes=PLACES,
         function=held.go_on,
         examples=(
             ("continue", "on to the next decision that is held"),

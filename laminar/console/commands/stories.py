@@ -1,17 +1,17 @@
 """Look at what happened: the story of one subject, and the timeline of all."""
 
+import re
 from itertools import groupby
 
 from laminar.console import subjects
 from laminar.console.answers import Answer, Cell, Table, table
-from laminar.console.language import Command, UsageError
+from laminar.console.language import Command, num_rows
 from laminar.console.view import View
 from laminar.core.records import Trajectory
 from laminar.core.story import Row
 from laminar.ids import TrajectoryId, format_id
 
 ROWS = 40  # a screen
-ROWS_LIMIT = 400  # what one may ask for: more is a question for the log
 SUBJECTS_SHOWN = 3  # of a row; the siblings of a group are many
 SEARCHED_MAX = 20_000  # rows; some 10 ms, in which a live controller does nothing else
 
@@ -22,8 +22,8 @@ def show_story(view: View, words: list[str]) -> Answer:
     found = sorted(_of_any(view, asked), key=lambda row: row.cause)
     record = _record(view, asked[0])
     lines = [] if found else [f"nothing is told of {asked[0]}: {_why_untold(view)}"]
-    note = f"`story {words[0]} {ROWS_LIMIT}`: more"
-    tables = [rows(view, found, rows_max=_number(words[1:]), title=asked[0], note=note)] if found else []
+    note = f"`story {words[0]} all`"
+    tables = [rows(view, found, rows_max=num_rows(words[1:], ROWS), title=asked[0], note=note)] if found else []
     return Answer(facts=_milestones(view, record) if record else {}, tables=tables, lines=lines)
 
 
@@ -66,8 +66,8 @@ def _milestones(view: View, record: Trajectory) -> dict[str, Cell]:
 
 def show_timeline(view: View, words: list[str]) -> Answer:
     """What happened last, to all."""
-    wanted = [word for word in words if not word.isdigit()]
-    rows_max = _number([word for word in words if word.isdigit()])
+    wanted = [subjects.written(view, word) for word in words if not word.isdecimal()]
+    rows_max = num_rows([word for word in words if word.isdecimal()], ROWS)
     latest = view.core.story.latest(SEARCHED_MAX if wanted else rows_max)
     found = [row for row in latest if _says(row, wanted)]
     if not found:
@@ -77,7 +77,12 @@ def show_timeline(view: View, words: list[str]) -> Answer:
 
 
 def _says(row: Row, wanted: list[str]) -> bool:
-    return all(word in row.text or word in row.because or word in row.subjects for word in wanted)
+    return all(word in row.subjects or _has(row.text, word) or _has(row.because, word) for word in wanted)
+
+
+def _has(text: str, word: str) -> bool:
+    """`v12` does not have `v1` in it."""
+    return word in text and (not word[-1:].isdigit() or re.search(re.escape(word) + r"(?!\d)", text) is not None)
 
 
 def rows(view: View, found: list[Row], *, rows_max: int, title: str = "story", note: str = "") -> Table:
@@ -102,24 +107,15 @@ def _subjects(row: Row) -> str:
     return " ".join(row.subjects[:SUBJECTS_SHOWN]) + (f" +{more}" if more > 0 else "")
 
 
-def _number(words: list[str]) -> int:
-    """How many rows are asked for. Raises UsageError."""
-    if not words:
-        return ROWS
-    if not words[0].isdigit() or not 0 < int(words[0]) <= ROWS_LIMIT:
-        raise UsageError(f"{words[0]!r}: a number of rows from 1 to {ROWS_LIMIT} is expected")
-    return int(words[0])
-
-
 COMMANDS = (
     Command(
         name="story",
         part="Look",
-        usage="story SUBJECT [ROWS]",
+        usage="story SUBJECT [ROWS | all]",
         summary="every event and decision that touched a trajectory, group, replica, version or step, with its cause",
         function=show_story,
         arguments=(1, 2),
-        takes="subject",
+        takes="SUBJECT",
         examples=(
             ("story t42", "a trajectory, and the group it is of"),
             ("story g1.7", "a group of boot 1"),
@@ -136,11 +132,11 @@ COMMANDS = (
         summary="what happened last, to all of them",
         function=show_timeline,
         arguments=(0, 6),
-        takes="subject",
+        takes="SUBJECT",
         examples=(
             ("timeline", f"the last {ROWS} rows"),
             ("timeline 100 'pulls v12'", "the last 100 rows that say so"),
-            ("timeline rollout-3 move", "those about rollout-3 that say `move`"),
+            ("timeline r3 move", "those about rollout-3 that say `move`"),
         ),
         details=f"Words choose rows of the last {SEARCHED_MAX:,} that contain all of them.",
     ),

@@ -6,14 +6,15 @@ copy ─────────────────────────
 
 from collections.abc import Callable
 
+import msgspec
+
 from laminar.console.answers import Answer, Cell, Change
-from laminar.console.commands import COMMANDS, held
-from laminar.console.language import Function, Language, UsageError
+from laminar.console.commands import COMMANDS, change, held
+from laminar.console.language import Function, Language, UsageError, require_going_on
 from laminar.console.stepping import Until, split_off_until
 from laminar.console.targets import compare
 from laminar.console.view import View
 from laminar.core import events
-from laminar.core.amend import FIFO
 from laminar.core.engine import Core
 from laminar.errors import LaminarError
 from laminar.ids import WorkerId
@@ -88,6 +89,7 @@ def _joining(track: WorldTrack) -> Function:
     def join(view: View, words: list[str]) -> Answer:
         if words:
             raise UsageError("a simulated cluster has no hosts to choose from: write `join`")
+        require_going_on(view)
         known = [name for name in [*view.state.replicas, *view.state.restarts] if name.startswith("rollout-")]
         name = WorkerId(f"rollout-{max((int(name.rpartition('-')[2]) for name in known), default=-1) + 1}")
         track.say(lambda world: world.rollouts.join(name, 1))
@@ -97,15 +99,13 @@ def _joining(track: WorldTrack) -> Function:
 
 
 def _sampling(track: WorldTrack) -> Function:
-    """`sampler REFERENCE`: loaded first, so that one that cannot be is refused. Every new reward is 1."""
+    """`sampler [REFERENCE]`: loaded first, so that one that cannot be is refused. Every new reward is 1."""
 
-    def choose(view: View, words: list[str]) -> Change:
-        if words[0] != FIFO:
+    def choose(view: View, words: list[str]) -> Answer | Change:
+        if words:
             track.world.samplers.prepare(words[0])
-        return Change(
-            events=[events.SamplerChanged(reference=words[0])],
-            lines=[f"batches are chosen by {words[0]} from now on; simulated rewards are all 1"],
-        )
+        said = change.sampler(view, words)
+        return msgspec.structs.replace(said, lines=[*said.lines, "simulated rewards are all 1"])
 
     return choose
 
@@ -118,11 +118,15 @@ def whatif(
 ) -> Answer:
     """`whatif CHANGE [for …]`. `copy` gives tracks in the state of now; `recorded` what happened from here on until then."""
     line, until = split_off_until(view, words)
+    command, _ = Language(COMMANDS).understood(line)
+    if command.part != "Change":
+        raise UsageError(f"`{command.name}` changes nothing that could be compared; `help whatif` has examples")
+    require_going_on(view)
     present, changed = copy(), copy()
     try:
-        change = Language(COMMANDS, functions(changed)).answer(changed.view, line, changed.post)
-        if change.error:
-            raise UsageError(change.error)
+        said = Language(COMMANDS, functions(changed)).answer(changed.view, line, changed.post)
+        if said.error:
+            raise UsageError(said.error)
         if not changed.is_changed:
             raise UsageError(f"`{line}` changes nothing; `help whatif` has examples")
         as_it_is, otherwise = _future(present, until), _future(changed, until)

@@ -17,6 +17,7 @@ from laminar.console.subjects import nearest
 from laminar.console.targets import futures
 from laminar.console.targets.futures import WorldTrack
 from laminar.console.view import Target, View
+from laminar.core.engine import Core
 from laminar.errors import ConfigError, LaminarError
 from laminar.sim import options
 from laminar.sim.scenario import Scenario
@@ -82,6 +83,11 @@ class Simulated:
         self._track = SimulatedTrack(scenario)
         own = futures.functions(self._track) | {"whatif": self._whatif}
         self._language = Language(COMMANDS, own | dict(Stepper(self._track, self.kind).functions()))
+
+    @property
+    def core(self) -> Core:
+        """As of the event that was gone to."""
+        return self._track.core
 
     def ask(self, line: str) -> Reply:
         """Raises LaminarError when the simulated run breaks an invariant."""

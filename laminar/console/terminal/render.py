@@ -2,10 +2,12 @@
 
 import json
 import os
+import textwrap
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from laminar.console.answers import Answer, Cell
 from laminar.console.place import Place
 
 PIPED_WIDTH = 200  # columns of output that no terminal limits: rows stay on one line
+PADDING = 3  # columns between two columns of a table
 STYLES = {
     "generating": "green",
     "draining": "yellow",
@@ -41,7 +44,7 @@ def drawn(answer: Answer) -> RenderableType:
     if answer.facts:
         parts.append(_facts(answer.facts))
     for table in answer.tables:
-        parts.append(_table(table))
+        parts.append(_Drawn(table))
         if table.num_left_off:
             parts.append(Text(f"… {table.num_left_off:,} more{'; ' + table.note if table.note else ''}", style="dim"))
     parts += [Text(line) for line in answer.lines]
@@ -60,18 +63,37 @@ def _facts(facts: dict[str, Cell]) -> RichTable:
     return grid
 
 
-def _table(table: answers.Table) -> RichTable:
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD, title=table.title or None, title_justify="left", title_style="bold", pad_edge=False
-    )
-    filled = [place for place in range(len(table.columns)) if any(row[place] not in (None, "") for row in table.rows)]
-    for place in filled:
-        cells = [row[place] for row in table.rows]
-        number = any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
-        drawn.add_column(heading(table.columns[place]), justify="right" if number else "left", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(_cell(table.columns[place], row[place]) for place in filled))
-    return drawn
+class _Drawn:
+    """A table as it fits: where room is short, headings of numbers take several lines rather than room from the sentences."""
+
+    def __init__(self, table: answers.Table) -> None:
+        self._table = table
+        self._places = [
+            place for place in range(len(table.columns)) if any(r[place] not in (None, "") for r in table.rows)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [self._texts(place) for place in self._places]
+        needed = sum(max(map(cell_len, texts)) + PADDING for texts in columns)
+        title = self._table.title or None
+        drawn = RichTable(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+        for place, (name, *texts) in zip(self._places, columns, strict=True):
+            number = self._is_number(place)
+            if number and needed > options.max_width:
+                name = textwrap.fill(name, max(map(len, [*name.split(), *texts])))
+            drawn.add_column(name, justify="right" if number else "left", overflow="fold")
+        for row in self._table.rows:
+            drawn.add_row(*(_cell(self._table.columns[place], row[place]) for place in self._places))
+        yield drawn
+
+    def _texts(self, place: int) -> list[str]:
+        """Heading and cells of a column."""
+        name = self._table.columns[place]
+        return [heading(name), *(formatted(name, row[place]) for row in self._table.rows)]
+
+    def _is_number(self, place: int) -> bool:
+        cells = [row[place] for row in self._table.rows]
+        return any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
 
 
 def _cell(name: str, cell: Cell) -> Text:

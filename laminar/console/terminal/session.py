@@ -1,5 +1,6 @@
 """One sitting: lines from a person or a script, answered by a target or by the console itself."""
 
+import shlex
 import time
 from collections.abc import Iterable
 
@@ -9,13 +10,14 @@ from rich.live import Live
 from laminar.console.answers import Answer
 from laminar.console.commands import COMMANDS
 from laminar.console.help import help_of
-from laminar.console.language import Language, split
+from laminar.console.language import Language, UsageError, split
 from laminar.console.place import Place
 from laminar.console.targets.base import Target
 from laminar.console.terminal import render
 from laminar.errors import LaminarError
 
 WATCH_S = 1.0  # a look at a live run costs its controller a few milliseconds
+WATCHED = ("Look", "Ask")
 
 
 class Session:
@@ -58,7 +60,7 @@ class Session:
                 self.over = True
                 return True
             if name == "watch":
-                return self._watch(line.partition(words[0])[2].strip())
+                return self._watch(self._watched(line))
             answer = help_of(self.language, self.target.kind, words[1:]) if name == "help" else self._ask(line)
         except LaminarError as error:
             answer = Answer(error=str(error))
@@ -85,6 +87,16 @@ class Session:
             self._output.file.flush()
         else:
             self._output.print(render.drawn(answer))
+
+    def _watched(self, line: str) -> str:
+        """What `watch …` repeats. Raises UsageError for what does more than look."""
+        watch, words = self.language.understood(line)
+        watch.require(self.target.kind)
+        repeated = shlex.join(words)
+        command, _ = self.language.understood(repeated)
+        if command.part not in WATCHED:
+            raise UsageError(f"`{command.name}` is not repeated: `watch` takes what only looks, such as `watch fleet`")
+        return repeated
 
     def _watch(self, line: str) -> bool:
         """Repeat a command until Ctrl-C, or until it is refused."""

@@ -12,6 +12,7 @@ import pytest
 from e2e import ROOT, SMALL, Run, hosts_file, ledger_is_closed
 from e2e_replay import events_of
 
+from laminar.console.targets import live
 from laminar.core import events
 
 pytestmark = pytest.mark.timeout(240)
@@ -41,8 +42,9 @@ def test_replicas_join_and_leave_a_run_that_loses_nothing_and_strangers_are_turn
     with Run.start(tmp_path, hosts_file(tmp_path), *SMALL, "run.steps=5000") as run:
         run.until_said(r"^step 1/")
         _turn_away(run)
-        with one_more(run, "rollout-8") as passing, one_more(run, "rollout-9"):
-            run.until(lambda: generates(run, "rollout-8") and generates(run, "rollout-9"))
+        with one_more(run, "rollout-8") as passing:
+            assert _typed(run, "join")[0].startswith("rollout-1 is being started on localhost; it joins")
+            run.until(lambda: generates(run, "rollout-8") and generates(run, "rollout-1"))
             assert run.ask("POST", "/v1/drain/rollout-8") == (200, {"draining": "rollout-8"})
             assert passing.wait(LEAVE_S) == 0
             assert passing.stderr is not None
@@ -56,21 +58,28 @@ def test_replicas_join_and_leave_a_run_that_loses_nothing_and_strangers_are_turn
     _check_books(run)
 
 
+def _typed(run: Run, line: str) -> list[str]:
+    """What the console says to a command that is not refused."""
+    answer = live.of_run(run.path).ask(line).answer
+    assert not answer.error, answer.error
+    return answer.lines
+
+
 def _drain_one_that_the_controller_started(run: Run) -> None:
-    assert run.ask("POST", "/v1/drain/rollout-0")[0] == 200
+    assert "leaves when its" in _typed(run, "drain r0")[0]
     run.until(lambda: run.worker("laminar.workers.rollout", "rollout-0") is None, LEAVE_S)
     assert "rollout-0 stopped: drained" in (run.path / "logs" / "rollout-0.log").read_text()
-    assert list(run.status()["replicas"]) == ["rollout-9"]
+    assert list(run.status()["replicas"]) == ["rollout-1"]
 
 
 def _refuse_what_cannot_be(run: Run) -> None:
-    status, answer = run.ask("POST", "/v1/drain/rollout-9")
-    assert (status, answer["error"]) == (409, "rollout-9 is not drained: it is the last replica that admits groups")
+    status, answer = run.ask("POST", "/v1/drain/rollout-1")
+    assert (status, answer["error"]) == (409, "rollout-1 is not drained: it is the last replica that admits groups")
     status, answer = run.ask("POST", "/v1/drain/rollout-7")
-    assert (status, answer["error"]) == (404, "there is no replica 'rollout-7'; there are: rollout-9")
-    for method, path in (("POST", "/v1/drain/rollout-9"), ("GET", "/v1/status")):
+    assert (status, answer["error"]) == (404, "there is no replica 'rollout-7'; there are: rollout-1")
+    for method, path in (("POST", "/v1/drain/rollout-1"), ("GET", "/v1/status")):
         assert run.ask(method, path, token="guessed")[0] == 401
-    assert list(run.status()["replicas"]) == ["rollout-9"]
+    assert list(run.status()["replicas"]) == ["rollout-1"]
 
 
 def _check_books(run: Run) -> None:
@@ -81,7 +90,7 @@ def _check_books(run: Run) -> None:
     for event in events_of(run):
         if isinstance(event, events.ReplicaReported):
             finished[event.worker] = finished.get(event.worker, 0) + len(event.finished)
-    assert finished.keys() == {"rollout-0", "rollout-8", "rollout-9"}
+    assert finished.keys() == {"rollout-0", "rollout-1", "rollout-8"}
     assert min(finished.values()) > 0
     steps = run.query(
         "SELECT count(*), count(DISTINCT id) FROM trajectories WHERE trained_at IS NOT NULL GROUP BY step"

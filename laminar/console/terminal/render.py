@@ -80,7 +80,8 @@ class _Drawn:
         for place, (name, *texts) in zip(self._places, columns, strict=True):
             number = self._is_number(place)
             if number and needed > options.max_width:
-                name = textwrap.fill(name, max(map(len, [*name.split(), *texts])))
+                name = name.replace(" (s)", "\N{NO-BREAK SPACE}(s)")
+                name = textwrap.fill(name, max(map(len, [*name.split(" "), *texts])))
             drawn.add_column(name, justify="right" if number else "left", overflow="fold")
         for row in self._table.rows:
             drawn.add_row(*(_cell(self._table.columns[place], row[place]) for place in self._places))

@@ -111,6 +111,14 @@ def test_the_ledger_of_the_console_is_that_of_the_core():
     assert ledger.is_closed(account)
 
 
+def test_the_ledger_says_how_far_behind_the_groups_are_that_no_step_has():
+    desk = Desk(2)
+    desk.complete_all("rollout-0")
+    num = sum(group.state != "leased" for group in desk.core.state.groups.values())
+    assert num < len(desk.core.state.groups)
+    assert desk.ask("ledger").lines[1] == f"groups in flight or buffered, by trainer steps behind: 0: {num}"
+
+
 def test_the_story_of_a_trajectory_has_that_of_its_group_but_not_that_of_its_siblings():
     desk = Desk(1, num_retries=3)
     one, other = desk.generating("rollout-0")[:2]
@@ -188,6 +196,7 @@ def test_names_that_are_not_there_are_answered_by_those_that_are():
     assert "there are: g1.1, g1.2, g1.3, g1.4" in desk.error("group g9")
     assert "write, for example, g1.4" in desk.error("group 7")
     assert "there is no subject 'v'" in desk.error("story v")
+    assert "nothing is told of settings" in desk.ask("story settings").lines[0]
 
 
 # ---- ask ---------------------------------------------------------------------------------------------------

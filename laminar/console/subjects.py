@@ -124,8 +124,8 @@ def told_of(view: View, text: str) -> list[str]:
     if re.fullmatch(r"v\d+(\.b\d+)?", text):
         branches = [str(r.version) for r in view.state.versions if r.version.step == Version.parse(text).step]
         return list(dict.fromkeys([text, *(branches if "b" not in text else [])]))
-    if text not in workers(view) and view.core.story.of(text):
-        return [text]  # a worker that was given up
+    if text == story.SETTINGS or (text not in workers(view) and view.core.story.of(text)):
+        return [text]  # the latter: a worker that was given up
     return [worker(view, text, list(map(WorkerId, workers(view))), "subject")]
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 from laminar.console.answers import Answer, Cell, table
 from laminar.console.commands import held
+from laminar.console.commands.groups import histogram
 from laminar.console.language import Command
 from laminar.console.view import View
 from laminar.core import amend, bounds, ledger, versions, waits
@@ -108,9 +109,9 @@ def show_ledger(view: View, words: list[str]) -> Answer:
     rows += [[f"dropped: {reason}", *_dropped(view, reason)] for reason in reasons]
     rows.append(["all", books.trajectories.total, books.tokens.total])
     state = "closed: everything is in exactly one place" if _is_closed(view) else "OPEN: this is a bug"
-    ages = Counter(bounds.staleness(view.turn, group) for group in view.state.groups.values() if group.version)
-    behind = "  ".join(f"{age}: {ages[age]}" for age in sorted(ages))
-    lines = [state, *([f"live groups by trainer steps behind: {behind}"] if behind else [])]
+    live = [g for g in view.state.groups.values() if g.version and g.state != GroupState.LEASED]
+    behind = histogram(bounds.staleness(view.turn, group) for group in live)
+    lines = [state, *([f"groups in flight or buffered, by trainer steps behind: {behind}"] if behind else [])]
     return Answer(tables=[table("", "place trajectories tokens", rows)], lines=lines)
 
 

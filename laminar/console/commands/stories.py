@@ -122,6 +122,7 @@ COMMANDS = (
             ("story r3", "the replica rollout-3"),
             ("story v12", "a weight version"),
             ("story s12 200", "a train step, up to 200 rows"),
+            ("story settings", "what an operator changed of the run"),
         ),
         details="`event` is the sequence number of the event that led to the row, `because of` what it was.",
     ),

@@ -14,7 +14,7 @@ from e2e import QUICKSTART, SMALL, Run
 from web_world import TOKEN, World, served
 
 from laminar.core import events
-from laminar.ids import Version, WorkerId, format_id
+from laminar.ids import TrajectoryId, Version, WorkerId, format_id
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -228,6 +228,22 @@ def make_step(world: World, reward: float) -> None:
             world.refreshed("r0")
     world.step_with(reward__mean=reward)
     world.ready(Version(state.trainer.step, 0))
+
+
+async def test_a_long_text_is_read_in_parts_from_its_beginning_or_its_end(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start("r0")
+    one = TrajectoryId(world.generating("r0")[0])
+    world.report("r0", {one: 5000})
+    world.write(world.core.state.trajectories[one].group, [5], {one: [7] * 4999 + [8]})
+    async with opened(world) as page:
+        await page.ask(f"location.hash = '#trajectory/t{format_id(one)}'")
+        await page.until("document.querySelector('.pages')?.innerText.includes('tokens 1 to 2,048 of 5,000')")
+        for button, shown_ in ((4, "4,097 to 5,000"), (2, "2,049 to 4,096"), (1, "1 to 2,048")):
+            await page.click(f".pages button:nth-of-type({button})")
+            await page.until(f"document.querySelector('.pages').innerText.includes('tokens {shown_} of')")
+            assert await page.ask("document.activeElement.id") == "detail"
+        assert page.console == []
 
 
 async def test_a_run_is_shown_as_its_controller_says_and_its_end_is_too(tmp_path: Path) -> None:

@@ -122,6 +122,23 @@ async def test_steps_that_are_done_again_and_alarms_are_counted(world: RecordedW
     assert found.by("laminar_worker_restarts_total", "worker")["trainer-0"] > 0
 
 
+OF_THE_RUN = {
+    "events", "publications", "trajectories_drawn", "trajectories_dropped", "tokens_received", "tokens_dropped", "repack_checks",
+    "repack_moves", "repack_moved_tokens", "repack_released_replicas", "failovers",
+}  # fmt: skip
+"""Counters that go on after a take-over, as docs/observability.md says; the others begin anew."""
+
+
+async def test_after_a_take_over_a_counter_goes_on_or_begins_anew(world: RecordedWorld) -> None:
+    before = scrape(world)
+    world.telemetry.totals = totals.Totals()  # of the new process; the state is restored
+    after = scrape(world)
+    for metric in (metric for metric in METRICS if metric.kind == "counter"):
+        values = {key: value for key, value in before.items() if key[0] == metric.exported}
+        kept = {key: after.get(key, 0.0) for key in values}
+        assert kept == (values if metric.name in OF_THE_RUN else dict.fromkeys(values, 0.0)), metric.name
+
+
 async def test_every_exported_family_is_in_the_table_or_a_metric_of_the_last_step(world: RecordedWorld) -> None:
     relay = WorkerId("relay-0")
     world.telemetry.on_message(relay, wire.RelayReport(sent_bytes=7, wire_bytes=3, kept_bytes=2))

@@ -252,3 +252,17 @@ async def test_at_any_moment_the_log_gives_the_state_what_was_said_and_the_token
         shell.close()
         shutil.rmtree(tmp_path / f"cut-{at}")
     assert any(live.said for live in world.pictures.values())
+
+
+async def test_what_a_checkpoint_carries_leaves_the_database_with_it(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, Core(settings(**RICH)))
+    shell.log.start(lambda seq: None)
+    for step in (1, 2, 3):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        shell.log.write("INSERT INTO checkpoints VALUES (?, '', ?, NULL)", (step, b"state"))
+        shell.effects.on_checkpoint_saved(step)
+    await shell.runtime.close()
+    shell.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "run.db")) as database:
+        rows = database.execute("SELECT step, data_state, saved_at > 0 FROM checkpoints ORDER BY step").fetchall()
+    assert rows == [(1, None, 1), (2, b"state", 1), (3, b"state", 1)]

@@ -239,6 +239,7 @@ class Effects:
         self._log.write("UPDATE checkpoints SET saved_at = ? WHERE step = ?", (time.time(), step))
         found = {checkpoints.step_of(path): path for path in checkpoints.complete(self._checkpoints)}
         for old in checkpoints.superseded(found, self._keep_last, self._keep_every):
+            self._log.write("UPDATE checkpoints SET data_state = NULL WHERE step = ?", (old,))
             asyncio.get_running_loop().run_in_executor(None, checkpoints.delete, found[old])  # large files take seconds
 
     # ---- sampler -------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ class Recording:
             return b""
         rows = self.query("SELECT data_state FROM checkpoints WHERE step = ?", step)
         file = self.path.parent / "checkpoints" / f"step-{step}" / checkpoints.DATA_STATE
-        if rows:
+        if rows and rows[0][0] is not None:
             return bytes(rows[0][0])
         try:
             return file.read_bytes()

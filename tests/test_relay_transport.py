@@ -1,5 +1,6 @@
 """What holds for a link, over every transport that is installed: order, deadlines, and ends that are noticed."""
 
+import errno
 import mmap
 import signal
 import socket
@@ -295,6 +296,26 @@ def test_a_link_whose_other_streams_do_not_come_is_dropped_after_the_deadline():
     listener.close()
     accepting.join(LIMIT_S)
     assert not accepting.is_alive()
+
+
+def test_a_listener_out_of_descriptors_waits_for_one_instead_of_spinning(monkeypatch: pytest.MonkeyPatch):
+    refused = iter([OSError(errno.EMFILE, "Too many open files")] * 3)
+    pauses: list[float] = []
+    accept = socket.socket.accept
+
+    def out_of_descriptors(listening: socket.socket) -> object:
+        for error in refused:
+            raise error
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", out_of_descriptors)
+    monkeypatch.setattr("laminar.workers.transport.arrivals.time.sleep", pauses.append)
+    listener = make_transport("tcp", LIMIT_S).listen("127.0.0.1")
+    connected = make_transport("tcp", LIMIT_S).connect("127.0.0.1", listener.port, LIMIT_S)
+    accepted = listener.accept()
+    assert len(pauses) == 3
+    for each in (connected, accepted, listener):
+        each.close()
 
 
 # ---- choosing one ------------------------------------------------------------------------------------------

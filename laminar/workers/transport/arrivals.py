@@ -7,6 +7,7 @@ Invariants:
 """
 
 import contextlib
+import errno
 import selectors
 import socket
 import struct
@@ -21,6 +22,10 @@ _PREAMBLE = struct.Struct(f"<4s{MARK_BYTES}sBB")
 _MAGIC = b"LML1"
 WAITING_MAX = (
     128  # the oldest is dropped for one more; a few links with all their streams come at a time, others are strangers
+)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+AGAIN_S = (
+    0.1  # what cannot be accepted stays ready: without a pause, waiting for a free descriptor would take a whole core
 )
 
 
@@ -87,8 +92,10 @@ class Arrivals:
     def _take_one(self) -> None:
         try:
             connected, _ = self._listening.accept()
-        except OSError:  # it went away between the kernel's accept and ours
-            return
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                time.sleep(AGAIN_S)
+            return  # else it went away between the kernel's accept and ours
         connected.setblocking(False)
         self._waiting[connected] = _Arrival(connected, time.monotonic() + self._patience_s)
         self._selector.register(connected, selectors.EVENT_READ)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from laminar.workers.transport.base import RDMA, Link, LinkEnded, Listener, Stalled
 from laminar.workers.transport.nixl_agent import ERRORS, NOTICE, Agent, address_of, has_rdma
+from laminar.workers.transport.silence import Watch
 from laminar.workers.transport.tcp import TcpLink, TcpTransport
 
 DIRECT_BYTES_MIN = 64 << 10  # less is sent faster than announced and read
@@ -149,12 +150,13 @@ class NixlLink:
             self._tcp.send(_FRAME.pack(METADATA, len(region.metadata), 0), region.metadata)
             self._announced[id(region.mapping)] = None
         self._tcp.send(_FRAME.pack(DIRECT, view.nbytes, address_of(view)))
-        left, deadline = view.nbytes, time.monotonic() + self._timeout_s
+        left, watch = view.nbytes, Watch(self._timeout_s)
         while left > 0:
             if count := self._agent.take_read(self._mark):
-                left, deadline = left - count, time.monotonic() + self._timeout_s
+                left -= count
+                watch.moved()
             else:
-                self._wait(deadline)
+                self._wait(watch)
 
     def _next_part(self) -> None:
         kind, length, address = _FRAME.unpack(self._take(_FRAME.size))
@@ -171,7 +173,7 @@ class NixlLink:
     def _read(self, address: int, view: memoryview) -> int:
         """Read from there into `view`, or as much of it as the bounce buffer takes. Bytes."""
         target = view
-        if not isinstance(view.obj, mmap.mmap):  # nothing of a version: a delta, or the memory of a test
+        if not isinstance(view.obj, mmap.mmap):  # not a slot
             if self._bounce is None:
                 self._bounce = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
             target = self._bounce[: min(view.nbytes, BOUNCE_BYTES)]
@@ -184,22 +186,18 @@ class NixlLink:
         try:
             self._agent.region(target)
             notice = NOTICE.pack(self._their_mark, target.nbytes)
-            reading = self._agent.begin(self._name, address, target, notice)
+            self._agent.begin(self._name, self._mark, address, target, notice)
+            watch = Watch(self._timeout_s)
+            while not self._agent.has_read(self._mark):
+                self._wait(watch)
         except ERRORS as error:
             raise self._ended(error) from error
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            while not self._agent.is_done(reading):
-                self._wait(deadline)
-        except ERRORS as error:
-            raise self._ended(error) from error
-        except LinkEnded:
-            self._agent.cut_off(self._name, reading)
-            raise
+        finally:
+            self._agent.end(self._name, self._mark)
 
-    def _wait(self, deadline: float) -> None:
+    def _wait(self, watch: Watch) -> None:
         """A moment. Raises LinkEnded when the connection has, Stalled after the deadline."""
-        if time.monotonic() > deadline:
+        if watch.is_over():
             raise Stalled(f"no byte to or from {self.peer} for {self._timeout_s:g} s")
         try:
             alive = bool(self._tcp.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))

@@ -60,6 +60,8 @@ class Agent:
         """By the identity of their mapping."""
         self._read: dict[int, int] = {}
         """Bytes of ours that were read and not yet told to the link of this mark."""
+        self._reading: dict[int, Any] = {}
+        """Handle of the read that goes on, by the link's mark."""
         self._num_links: dict[str, int] = {}
         """To each other process."""
 
@@ -94,40 +96,56 @@ class Agent:
             self._library.add_remote_agent(metadata)
 
     def part(self, name: str, mark: int) -> None:
-        """A link is over (again: no matter); with the last one the other process is forgotten."""
+        """A link is over (again: no matter). The other process is forgotten with the last one, and if this one was reading."""
         with self._lock:
             if self._read.pop(mark, None) is None:
                 return
             self._num_links[name] -= 1
             if not self._num_links[name]:
                 del self._num_links[name]
+            if name not in self._num_links or mark in self._reading:
                 self._forget(name)
 
-    def begin(self, name: str, address: int, view: memoryview, notice: bytes) -> Any:
-        """Begin to read from there into `view`, a part of a region. The read's handle."""
+    def begin(self, name: str, mark: int, address: int, view: memoryview, notice: bytes) -> None:
+        """Begin to read from there into `view`, a part of a region; `end` is to follow. One read of a link at a time."""
         with self._lock:
+            if mark not in self._read:
+                raise _bindings.nixlNotFoundError("the link is over")
             here = self._library.get_xfer_descs([(address_of(view), view.nbytes, 0)], mem_type="DRAM")
             there = self._library.get_xfer_descs([(address, view.nbytes, 0)], mem_type="DRAM")
-            reading = self._library.initialize_xfer("READ", here, there, name, notice)
+            self._reading[mark] = reading = self._library.initialize_xfer("READ", here, there, name, notice)
             self._library.transfer(reading)
-            return reading
 
-    def is_done(self, reading: Any) -> bool:
-        """Let it progress. Raises one of ERRORS when it failed."""
+    def has_read(self, mark: int) -> bool:
+        """Whether the link's read is done; lets it progress. Raises one of ERRORS when it failed."""
         with self._lock:
-            state = self._library.check_xfer_state(reading)
+            state = self._state(mark)
         if state == "ERR":
             raise _bindings.nixlBackendError("the read failed")
-        return bool(state == "DONE")
+        return state == "DONE"
 
-    def cut_off(self, name: str, reading: Any) -> None:
-        """End all that goes on with the other process, so that this read writes nothing any more."""
+    def end(self, name: str, mark: int) -> None:
+        """The link's read, if there is one, writes nothing any more: one that goes on is ended by cutting the other process off."""
         with self._lock:
-            self._forget(name)
+            goes_on = self._state(mark) == "PROC"
+            if (
+                goes_on and mark in self._read
+            ):  # else `part` has done it, and another link may have met the process since
+                self._forget(name)
         deadline = time.monotonic() + CLOSE_LIMIT_S
-        with contextlib.suppress(ERRORS):  # that is its end
-            while not self.is_done(reading) and time.monotonic() < deadline:
-                time.sleep(0.001)
+        while goes_on and time.monotonic() < deadline:
+            time.sleep(0.001)
+            with self._lock:
+                goes_on = self._state(mark) == "PROC"
+        with self._lock, contextlib.suppress(KeyError, *ERRORS):  # there was none, or it could not be ended
+            self._reading.pop(mark).release()
+
+    def _state(self, mark: int) -> str:
+        """``PROC`` while it goes on, ``DONE``; ``ERR`` also if there is none."""
+        try:
+            return str(self._library.check_xfer_state(self._reading[mark]))
+        except (KeyError, *ERRORS):
+            return "ERR"
 
     def take_read(self, mark: int) -> int:
         """Bytes that were read since the last call of what this link offered."""
@@ -136,7 +154,8 @@ class Agent:
                 for notice in notices:
                     self._count(notice)
             taken = self._read.get(mark, 0)
-            self._read[mark] = 0
+            if taken:
+                self._read[mark] = 0
             return taken
 
     def _count(self, notice: bytes) -> None:

@@ -17,12 +17,12 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from laminar.workers.transport.base import Link, LinkEnded, Listener, Stalled
+from laminar.workers.transport.silence import Watch
 from laminar.workers.transport.tcp import TcpLink, TcpTransport
 from laminar.workers.transport.ucx_route import Route, medium_of, resources_of, ucx
 
@@ -169,13 +169,13 @@ class UcxLink:
 
     def _await(self, route: "Route", is_done: Callable[[], bool]) -> None:
         """Until `is_done`. Raises LinkEnded; Stalled when nothing moves for the deadline."""
-        deadline = time.monotonic() + self._timeout_s
+        watch = Watch(self._timeout_s)
         while not is_done():
             if self._closed:
                 raise LinkEnded(f"the link to {self.peer} was closed")
             if route.progress():
-                deadline = time.monotonic() + self._timeout_s
-            elif time.monotonic() > deadline:
+                watch.moved()
+            elif watch.is_over():
                 raise Stalled(f"no byte to or from {self.peer} for {self._timeout_s:g} s")
             elif not route.sleep(self._life.socket) and not is_done():
                 raise LinkEnded(f"{self.peer} closed the link")

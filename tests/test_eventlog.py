@@ -300,6 +300,22 @@ async def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path) -> None:
     go_on.set()
 
 
+async def test_a_reader_that_does_not_end_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.start(lambda seq: None)
+    log.append(1, 0.0, "e", b"")
+    await durable(log, 1)
+    reader = sqlite3.connect(tmp_path / "run.db")
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,)
+    log.append(2, 0.0, "e", b"")
+    log.close(timeout_s=8.0)
+    assert log.failure is None
+    assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,), "it reads on"
+    reader.close()
+    assert rows(tmp_path, "SELECT seq FROM events") == [(1,), (2,)]
+
+
 def test_boot_numbers_never_repeat(tmp_path: Path) -> None:
     boots = []
     for _ in range(3):

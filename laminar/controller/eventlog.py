@@ -30,7 +30,7 @@ from laminar.controller import damage, schema
 from laminar.controller.obstacles import CLEARABLE
 from laminar.controller.runlock import RunLock
 from laminar.controller.schema import Statement, checksum
-from laminar.controller.upkeep import Alarm, Upkeep
+from laminar.controller.upkeep import BUSY_MS, Alarm, Upkeep
 from laminar.errors import LaminarError, StartError
 
 Frame = tuple[str, int, int]
@@ -271,6 +271,7 @@ class EventLog:
                     self._wait()
                     self._tell(self._advance, self._commit(database))
                     self._look_after(database)
+                database.execute(f"PRAGMA busy_timeout = {BUSY_MS}")  # everything is on disk: a reader may go on
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except Exception as error:  # noqa: BLE001 - a thread that died in silence would let everyone wait for ever
             self.failure = error

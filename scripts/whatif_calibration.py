@@ -1,10 +1,11 @@
 """How near `laminar.replay --whatif` comes to runs that it was not tuned on: quickstarts of several kinds, simulated again.
 
-    python scripts/whatif_calibration.py [--steps 30] [--out DIR] [--reuse] [KIND …]
+    python scripts/whatif_calibration.py [--steps 30] [--out DIR] [--reuse] [KIND | RUN …]
 
 Each kind is run once, its log is fitted, and three things are compared with what it really came to: the whole run simulated as it
 was; the run simulated on from the middle of its steps; and, where a kind differs from another by what a what-if can change, the
-what-if of that other run. Printed is a Markdown table: the real figures, and how far the simulated ones are from them.
+what-if of that other run. RUN is the directory of one that was recorded before. Printed is a Markdown table: the real figures, and
+how far the simulated ones are from them.
 """
 
 import argparse
@@ -66,9 +67,9 @@ def main() -> int:
     out = options.out or Path(tempfile.mkdtemp(prefix="whatif-"))
     print("| run | | step (s) | trained tokens/s | replicas busy | staleness |\n|---|---|---|---|---|---|", flush=True)
     for name in options.kinds or KINDS:
-        directory = out / name.replace(" ", "-").replace(",", "")
+        directory = out / name.replace(" ", "-").replace(",", "") if name in KINDS else Path(name)
         try:
-            if not (options.reuse and (directory / "run.db").exists()):
+            if name in KINDS and not (options.reuse and (directory / "run.db").exists()):
                 _run(KINDS[name], directory, options.steps)
             for row in _rows(name, directory, out):
                 print(row, flush=True)
@@ -80,7 +81,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", metavar="KIND", choices=[*KINDS, []], help=f"of: {', '.join(KINDS)}")
+    parser.add_argument("kinds", nargs="*", metavar="KIND | RUN", help=f"of: {', '.join(KINDS)}")
     parser.add_argument("--steps", type=int, default=30, help="train steps of each run (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="where the runs go (default: a new directory)")
     parser.add_argument("--reuse", action="store_true", help="take runs that are there already")
@@ -105,10 +106,10 @@ def _run(kind: Kind, directory: Path, steps: int) -> None:
 def _rows(name: str, directory: Path, out: Path) -> Iterator[str]:
     with Recording(directory) as recording:
         recorded = record(recording)
-        yield _cells(name, "real", recorded.real)
+        yield _cells(directory.name, "real", recorded.real)
         yield _off("", "simulated", recorded.real, simulated(recorded, Changes()))
         yield _from_the_middle(recording, recorded.num_steps)
-    kind = KINDS[name]
+    kind = KINDS.get(name, Kind())
     other = out / kind.other
     if kind.other and (other / "run.db").exists():
         with Recording(other) as recording:

@@ -98,6 +98,9 @@ def _change(run: Run, console: live.Live, directory: Path) -> list[Answer]:
     (directory / "mine.py").write_text(SAMPLER)
     assert "is being loaded" in ask(console, f"sampler {directory}/mine.py:Newest").lines[0]
     run.until(lambda: "it chose 6 groups" in ask(console, "sampler").facts.values())
+    futures = records(ask(console, "whatif set buffer.max_groups=6 for 2 steps").tables[0])
+    (steps,) = [row for row in futures if row["measure"] == "train steps"]
+    assert (steps["present"], steps["changed"]) == (2, 2)
     ask(console, "pause repack")
     ask(console, "break step-finished when step > 4000")
     ask(console, "hold sample")

@@ -71,7 +71,7 @@ def test_what_is_under_way_ends_when_it_did(tmp_path: Path) -> None:
         world.run(until=lambda: world.core.state.trainer.step == 4)
         while playback.core.state.trainer.step != 4:
             playback.step()
-        assert world.now == pytest.approx(playback.core.state.at, rel=0.01)
+        assert world.base + world.now == pytest.approx(playback.core.state.at, rel=0.01)
         steps = later(world, playback, step=7)
         assert steps[0] == pytest.approx(steps[1], rel=0.2)
 
@@ -81,7 +81,7 @@ def later(world: World, playback: Playback, step: int) -> tuple[float, float]:
     world.run(until=lambda: world.core.state.trainer.step >= step)
     while playback.core.state.trainer.step < step:
         playback.step()
-    return world.now, playback.core.state.at
+    return world.base + world.now, playback.core.state.at
 
 
 def test_a_moment_before_the_beginning_or_after_the_end_is_refused(faulty: Path) -> None:

@@ -32,6 +32,8 @@ from tests.replay_world import RecordedWorld
 
 pytestmark = pytest.mark.timeout(120)
 
+EPOCH_S = 1.8e9  # what a real run's clock shows: its smallest step is 0.2 µs
+
 SMALL: dict[str, Any] = {
     "model": "7B", "gpus": 8, "split": (4, 4), "batch_groups": 12, "group_size": 4, "flush_s": 5.0, "iterations": 10,
     "workload": replace(WORKLOADS["math"], median=600.0),
@@ -54,8 +56,9 @@ class LoggedWorld(World):
     log: list[tuple[Any, ...]]
 
     def _handle(self, event: events.AnyEvent) -> list[actions.AnyAction]:
-        body = msgspec.msgpack.encode(event)
-        self.log.append((1, event.seq, event.at, type(event).__name__, body, schema.checksum(event.seq, body)))
+        at = EPOCH_S + event.at
+        body = msgspec.msgpack.encode(msgspec.structs.replace(event, at=at))
+        self.log.append((1, event.seq, at, type(event).__name__, body, schema.checksum(event.seq, body)))
         return super()._handle(event)
 
 
@@ -97,14 +100,17 @@ def recorded(plain: Path) -> Recorded:
         return record(recording)
 
 
-def test_a_run_simulated_as_it_was_comes_to_what_it_came_to(recorded: Recorded) -> None:
+def test_a_run_simulated_as_it_was_comes_to_what_it_came_to(tmp_path: Path) -> None:
+    run(tmp_path, iterations=40)  # of eight, one group that completes later changes a figure by a tenth
+    with Recording(tmp_path) as recording:
+        recorded = record(recording)
     again, real = simulated(recorded, Changes()), recorded.real
     assert again.steps == real.steps
     for name in ("step_s", "trained_tokens_per_s", "generated_tokens_per_s"):
-        assert getattr(again, name) == pytest.approx(getattr(real, name), rel=0.15), name
-    assert again.trainer_busy == pytest.approx(real.trainer_busy, abs=0.1)
-    assert again.replicas_busy == pytest.approx(real.replicas_busy, abs=0.05)
-    assert again.staleness_mean == pytest.approx(real.staleness_mean, abs=0.5)
+        assert getattr(again, name) == pytest.approx(getattr(real, name), rel=0.1), name
+    assert again.trainer_busy == pytest.approx(real.trainer_busy, abs=0.02)
+    assert again.replicas_busy == pytest.approx(real.replicas_busy, abs=0.03)
+    assert again.staleness_mean == pytest.approx(real.staleness_mean, abs=0.25)
 
 
 def test_costs_that_are_known_are_found_in_the_log(recorded: Recorded) -> None:

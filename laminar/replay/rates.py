@@ -57,33 +57,41 @@ class Interval(NamedTuple):
 
 
 class _Since:
-    """Of a replica that generates: what it reported since it last told the lengths of all that it generates."""
+    """Of a replica that generates: what it made since it began, or last told the lengths of all that it generates."""
 
-    def __init__(self, event: events.ReplicaReported, lengths: dict[int, int]) -> None:
-        """`lengths` of what it generates, by trajectory, as this report tells them."""
-        self.began = self._at = event.at
-        self._running, self._kv_tokens, self._lengths = event.num_running, event.kv_tokens, lengths
-        self.tokens = 0
-        """New ones."""
-        self.running_s = self.kv_s = 0.0
+    def __init__(self, at: float, running: int, kv_tokens: int, lengths: dict[int, int]) -> None:
+        """`lengths` of what it generates then, by trajectory."""
+        self.began = self._at = at
+        self._running, self._kv_tokens, self._lengths = running, kv_tokens, lengths
+        self._tokens = self._steps = 0
+        self._running_s = self._kv_s = 0.0
         """Requests, and KV tokens, times seconds."""
 
-    def add(self, event: events.ReplicaReported, new: int) -> None:
-        """One more report, with so many new tokens."""
-        past = event.at - self._at
-        self.running_s += past * (self._running + event.num_running) / 2
-        self.kv_s += past * (self._kv_tokens + event.kv_tokens) / 2
-        self.tokens += new
-        self._at, self._running, self._kv_tokens = event.at, event.num_running, event.kv_tokens
+    def start(self, at: float, num: int) -> None:
+        """So many more requests."""
+        self._pass(at, self._running, self._kv_tokens)
+        self._running += num
 
-    def interval(self, lengths: dict[int, int]) -> Interval | None:
-        """Until the last report, which tells these lengths; None = nothing was generated."""
+    def add(self, event: events.ReplicaReported, new: int, lengths: dict[int, int]) -> None:
+        """One more report, with so many new tokens, that tells these lengths."""
+        self._pass(event.at, (self._running + event.num_running) / 2, (self._kv_tokens + event.kv_tokens) / 2)
+        self._running, self._kv_tokens = event.num_running, event.kv_tokens
+        self._tokens += new
+        gains = [length - self._lengths[t] for t, length in lengths.items() if t in self._lengths]
+        self._steps = max([self._steps, *gains])
+
+    def _pass(self, at: float, running: float, kv_tokens: float) -> None:
+        self._running_s += (at - self._at) * running
+        self._kv_s += (at - self._at) * kv_tokens
+        self._at = at
+
+    def interval(self) -> Interval | None:
+        """Until the last report; None = nothing was generated."""
         seconds = self._at - self.began
-        if not (seconds > 0.0 and self.running_s > 0.0 and self.tokens):
+        if not (seconds > 0.0 and self._running_s > 0.0 and self._tokens):
             return None
-        most = max((lengths[t] - begun for t, begun in self._lengths.items() if t in lengths), default=0)
-        steps = most if most > 0 else self.tokens * seconds / self.running_s
-        return Interval(seconds, steps, self.tokens, steps * self.kv_s / seconds)
+        steps = self._steps or self._tokens * seconds / self._running_s
+        return Interval(seconds, steps, self._tokens, steps * self._kv_s / seconds)
 
 
 class Rates:
@@ -105,6 +113,10 @@ class Rates:
         self._intervals: list[Interval] = []
         self._flushes_s: list[float] = []
         self._since: dict[WorkerId, _Since] = {}
+        self._idle: dict[WorkerId, bool] = {}
+        """Replicas of which it is known that nothing runs there."""
+        self._told: dict[WorkerId, None] = {}
+        """Those whose last interval began with a report."""
         self._known: dict[TrajectoryId, int] = {}
         self._finished: dict[TrajectoryId, tuple[float, tuple[int, int]]] = {}
         """When they did, and where they are in `responses`."""
@@ -148,6 +160,7 @@ class Rates:
         for action in new:
             if isinstance(action, actions.StartGroup):
                 self.began = self.began or at
+                self._start(action, at)
             elif isinstance(action, actions.StartTrainStep):
                 tokens = sum(row.num_prompt_tokens + row.num_tokens for row in action.rows)
                 self._running = max(at, self._free_at), tokens
@@ -162,23 +175,37 @@ class Rates:
 
     # ---- rollouts ----------------------------------------------------------------------------------------------
 
+    def _start(self, action: actions.StartGroup, at: float) -> None:
+        starts = [start for start in action.starts if not start.score_only]
+        since = self._since.get(action.worker)
+        if since is not None:
+            since.start(at, len(starts))
+        elif self._idle.pop(action.worker, False):
+            lengths = {int(start.trajectory): self._known.get(start.trajectory, 0) for start in starts}
+            self._since[action.worker] = _Since(at, len(starts), 0, lengths)
+
     def _on_report(self, core: Core, event: events.ReplicaReported) -> None:
-        new, lengths = self._take_lengths(core, event)
-        since = self._since.get(event.worker)
-        evaluates = any(e.worker == event.worker and not e.done for e in core.state.evaluations)
-        if not event.num_running or evaluates or event.worker in self._pulling:
-            self._since.pop(event.worker, None)
+        worker = event.worker
+        new, found, num_going_on = self._take_lengths(core, event)
+        since = self._since.get(worker)
+        if any(e.worker == worker and not e.done for e in core.state.evaluations) or worker in self._pulling:
+            self._since.pop(worker, None)
             return
         if since is not None:
-            since.add(event, new)
-        if len(lengths) >= NEARLY_ALL * event.num_running:  # those of (nearly) all that it generates are known
-            if since is not None and (interval := since.interval(lengths)):
+            since.add(event, new, found)
+        if num_going_on >= NEARLY_ALL * event.num_running:  # the lengths of (nearly) all that it generates are known
+            if since is not None and (interval := since.interval()):
                 self._intervals.append(interval)
-                self._flushes_s.append(interval.seconds)
-            self._since[event.worker] = _Since(event, lengths)
+                self._flushes_s += [interval.seconds] * (event.num_running > 0 and worker in self._told)
+            self._told[worker] = None
+            self._since[worker] = _Since(event.at, event.num_running, event.kv_tokens, found)
+        if not event.num_running:
+            self._since.pop(worker, None)
+            self._told.pop(worker, None)
+            self._idle[worker] = True
 
-    def _take_lengths(self, core: Core, event: events.ReplicaReported) -> tuple[int, dict[int, int]]:
-        """Response tokens that this report brought, and the lengths of trajectories that go on that it told."""
+    def _take_lengths(self, core: Core, event: events.ReplicaReported) -> tuple[int, dict[int, int], int]:
+        """Response tokens that this report brought, the lengths that it told, and of how many trajectories that go on."""
         found = dict(zip(array("q", event.trajectories), array("i", event.num_tokens), strict=True))
         for done in event.finished:
             found[done.trajectory] = done.num_tokens
@@ -197,8 +224,7 @@ class Rates:
             self._known[TrajectoryId(trajectory)] = max(length, self._known.get(TrajectoryId(trajectory), 0))
         for done in event.finished:
             self._known.pop(done.trajectory, None)
-            found.pop(done.trajectory, None)
-        return new, found
+        return new, found, len(found) - len(event.finished)
 
     def _on_joined(self, core: Core, event: events.ReplicaJoined) -> None:
         if not self.began:
@@ -220,6 +246,7 @@ class Rates:
         if began is not None:
             self._pulls_s.append(event.at - began)
         self._since.pop(event.worker, None)
+        self._idle[event.worker] = True
 
     # ---- what breaks -------------------------------------------------------------------------------------------
 

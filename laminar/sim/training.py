@@ -3,6 +3,7 @@
 Invariants: no trajectory is trained twice, except in a later attempt of the same step; that has the rows of the first.
 """
 
+import math
 from collections.abc import Callable
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -50,8 +51,9 @@ class Training:
         }
 
     def begin_midway(self) -> None:
-        """What the core's state says is under way goes on, as if it had begun when it did."""
-        state, trainer = self.world.core.state, self.world.core.state.trainer
+        """What the core's state says is under way goes on from when it began, which is before 0."""
+        state, trainer, base = self.world.core.state, self.world.core.state.trainer, self.world.base
+        self.free_at = -math.inf
         known = [*trainer.ranks.items(), *state.fenced.items()]
         self.incarnation = 1 + max([number for worker, number in known if worker.startswith("trainer-")], default=0)
         self.checkpoint, self._measured = max(0, trainer.checkpoint), trainer.step
@@ -64,7 +66,7 @@ class Training:
             self.start()
             return
         for record in [record for record in state.versions[-1:] if record.deadline]:
-            began = record.deadline - self.world.core.settings.publish_timeout_s
+            began = record.deadline - self.world.core.settings.publish_timeout_s - base
             if record.written:
                 self._at(self.world.now, self.world.relays.publication(record.version))
             else:
@@ -74,10 +76,11 @@ class Training:
             rows = [training.row(trajectory) for trajectory in groups.members(state, step.groups)]
             self._begin_step(
                 actions.StartTrainStep(cause=0, step=step.step, attempt=step.attempt, rows=rows),
-                max(self.free_at, trainer.running_since),
+                max(self.free_at, trainer.running_since - base),
             )
         if trainer.saving >= 0:
-            self._save(actions.SaveCheckpoint(cause=0, step=trainer.saving, data_state=b""), trainer.saving_since)
+            order = actions.SaveCheckpoint(cause=0, step=trainer.saving, data_state=b"")
+            self._save(order, trainer.saving_since - base)
 
     def updates(self) -> list[Iteration]:
         """Those made, and the one that is being made, as it will have ended if the trainer lives (`num_generated` is 0)."""

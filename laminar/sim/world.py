@@ -67,7 +67,11 @@ class World:
         self.samplers = Samplers(sampler)
         self.check_every, self.stop_after = check_every, stop_after
         """The operator stops the run after so many steps, so that none of them sees its end coming; 0 = never."""
-        self.now = self.core.state.at
+        self.now = 0.0
+        self.base = self.core.state.at
+        """Run time of `now` = 0: seconds since the epoch, of a recorded run, are too coarse to add up decode steps."""
+        self._least_at = 0.0
+        """Run time of the last timer: rounding must not let it fire before it is due."""
         self.intercept: Callable[[str, Any], bool] = lambda kind, subject: False
         """The faults' door: called before an answer or outcome; True = it does not happen as planned."""
         self.observe: Callable[[Core, events.AnyEvent, list[actions.AnyAction]], None] = lambda core, event, done: None
@@ -183,7 +187,7 @@ class World:
     def send(self, event: events.AnyEvent) -> None:
         """Stamp an event, let the core handle it, check, and act."""
         state = self.core.state
-        stamped = msgspec.structs.replace(event, seq=state.seq + 1, at=self.now)
+        stamped = msgspec.structs.replace(event, seq=state.seq + 1, at=max(self.base + self.now, self._least_at))
         done = self._checked(self._handle, stamped)
         self.observe(self.core, stamped, done)
         if self.trace is not None:
@@ -218,13 +222,13 @@ class World:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline != self._timer_at:
             self._timer_at = deadline
-            self.at(max(deadline, self.now), lambda: self._fire(deadline))
+            self.at(max(deadline - self.base, self.now), lambda: self._fire(deadline))
 
     def _fire(self, deadline: float) -> None:
         if deadline == self._timer_at:
-            self._timer_at = None
+            self._timer_at, self._least_at = None, deadline
             due = self.core.state.repack.next_at
-            if due and due <= self.now:
+            if due and due <= max(self.base + self.now, deadline):
                 self.rollouts.report_kv()
             self.send(events.TimerFired())
 

@@ -37,7 +37,7 @@ class WorldTrack:
 
     @property
     def now(self) -> float:
-        return self.world.now
+        return self.world.base + self.world.now
 
     @property
     def view(self) -> View:

@@ -4,7 +4,6 @@ Each raises AssertionError with one message that says what was expected and what
 """
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ def check_sampler(sampler_or_factory: Sampler | Callable[[], Sampler], budget_ms
 
     Buffers of several sizes, rewards and versions are shown to it. Checked: the ids and their number; that a new
     sampler with its state, once through msgpack, answers the same to the same view, each time; that the view is not
-    changed; that the median of several calls on 4096 groups is under `budget_ms` milliseconds. Raises AssertionError.
+    changed; that the fastest of several calls on 4096 groups takes less than `budget_ms` milliseconds. Raises AssertionError.
     """
     make = type(sampler_or_factory) if _is_instance(sampler_or_factory) else sampler_or_factory
     first = sampler_or_factory if _is_instance(sampler_or_factory) else _make(make)
@@ -129,7 +128,7 @@ def _check_speed(sampler: Any, source: random.Random, budget_ms: float) -> None:
         start = time.perf_counter()
         _select(sampler, view, SPEED_BATCH)
         times_ms.append((time.perf_counter() - start) * 1000)
-    median_ms = statistics.median(times_ms)
-    assert median_ms < budget_ms, (
-        f"select took {median_ms:.1f} ms (median of {SPEED_CALLS}) for {SPEED_GROUPS} groups, allowed are {budget_ms:g} ms"
+    fastest_ms = min(times_ms)  # a busy machine is not the sampler's fault
+    assert fastest_ms < budget_ms, (
+        f"select took {fastest_ms:.1f} ms at best ({SPEED_CALLS} calls) for {SPEED_GROUPS} groups, allowed are {budget_ms:g} ms"
     )

@@ -80,6 +80,9 @@ def shortcomings(report: dict[str, Any], minutes: float) -> list[str]:
         found.append(f"{report['num_faults']} faults, not {num_faults}")
     if report["num_kinds"] < num_kinds:
         found.append(f"{report['num_kinds']} kinds, not {num_kinds}")
+    skipped = {fault["kind"]: fault["skipped"] for fault in report["faults"]}
+    struck = {fault["kind"] for fault in report["faults"] if not fault["skipped"]}
+    found += [f"no {kind} struck: {why}" for kind, why in skipped.items() if kind not in struck]
     first, last = report["reward"] or (0.0, 0.0)
     if is_full and last <= first:
         found.append(f"the reward went from {first:.3f} to {last:.3f}")

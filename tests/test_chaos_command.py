@@ -1,5 +1,6 @@
 """The command line of laminar.chaos: what is wrong is said before anything starts."""
 
+import argparse
 import re
 import shutil
 from pathlib import Path
@@ -89,3 +90,9 @@ def test_a_run_of_somebody_else_is_not_ended_by_faults_that_its_limits_do_not_al
     assert "without kill_rollout: it may end this run" in said.out
     assert "without kill_relay" not in said.out
     assert "no controller of" in said.err
+
+
+@pytest.mark.parametrize(("own_disk", "mib"), [(True, 4096), (False, 100)])
+def test_a_file_system_of_the_runs_own_may_be_filled_whatever_its_size(own_disk: bool, mib: int) -> None:
+    options = argparse.Namespace(disk_mib=4096, disk_quota_mib=100)
+    assert chaos.fill_bytes(options, own_disk) == mib << 20

@@ -95,7 +95,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     disks.add_argument(
         "--disk-mib", type=_mib, default=512, help="as root: size of the run's own file system (default: %(default)s)"
     )
-    disks.add_argument("--disk-quota-mib", type=_mib, default=1024, help="most that is written (default: %(default)s)")
+    disks.add_argument(
+        "--disk-quota-mib", type=_mib, default=1024, help="else: most that is written (default: %(default)s)"
+    )
     told = parser.add_argument_group("the report")
     told.add_argument("--report", metavar="RUN_DIR", type=Path, help="only judge a run that is over")
     told.add_argument("--json", action="store_true", help="the report as JSON on stdout, everything else on stderr")
@@ -165,7 +167,7 @@ def _run(options: argparse.Namespace) -> int:
             say(f"set for this run: {' '.join(raised)}")
             files = ["--cluster", str(options.cluster), *(["--config", str(options.config)] if options.config else [])]
             trial.start([*files, *overrides, *raised])
-        striker = Striker(trial, Targets(run, lambda: trial.pid), who, options.disk_quota_mib << 20, options.seed)
+        striker = Striker(trial, Targets(run, lambda: trial.pid), who, fill_bytes(options, own_disk), options.seed)
         also = session.inject(trial, striker, faults, duration_s if options.random else math.inf, say)
     if not (run.path / journal.NAME).exists():
         why = trial.last_words.removeprefix("error: ")
@@ -173,6 +175,11 @@ def _run(options: argparse.Namespace) -> int:
             f"no fault struck; the run was over, or {START_S:g} s had passed, before its first train step: {why}"
         )
     return _tell(options, report.make(run.path, also=also))
+
+
+def fill_bytes(options: argparse.Namespace, own_disk: bool) -> int:
+    """Most that is written to fill the run's file system: all of one of its own."""
+    return (options.disk_mib if own_disk else options.disk_quota_mib) << 20
 
 
 def _teller(options: argparse.Namespace) -> Callable[[str], None]:

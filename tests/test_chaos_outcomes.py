@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from laminar.chaos.journal import Strike
 from laminar.chaos.outcomes import Outcome
 from laminar.chaos.report import Report
+from laminar.chaos.signs import Watch
 from laminar.core import actions, events
 from laminar.ids import WorkerId
 from tests.chaos_world import SETTINGS, judged, leave
@@ -66,6 +68,20 @@ def test_a_fault_that_nothing_noticed_or_from_which_the_run_did_not_recover_is_a
     found, outcome = report(script, tmp_path, strike("kill_rollout", "rollout-1", script.at))
     assert outcome.problems == ["nothing noticed it", "the run did not recover from it"]
     assert not found.clean
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_full_disk_is_over_when_the_log_says_so_or_at_the_next_step_if_the_log_had_no_need_of_room(
+    is_noticed: bool,
+) -> None:
+    watch = Watch(Strike(number=1, kind="fill_disk", target="disk", at=10.0, until=14.0))
+    if is_noticed:
+        watch.take(events.StorageFailed(reason="full", at=11.0))
+    watch.take(events.StepFinished(step=1, attempt=1, at=13.0))
+    assert not watch.recovered_at, "the disk is full still"
+    watch.take(events.StepFinished(step=2, attempt=1, at=15.0))
+    watch.take(events.StorageRecovered(at=16.0))
+    assert (watch.noticed_at, watch.recovered_at) == ((11.0, 16.0) if is_noticed else (0.0, 15.0))
 
 
 def test_a_fault_that_was_never_undone_is_a_finding(tmp_path: Path) -> None:

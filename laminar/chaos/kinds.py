@@ -143,7 +143,8 @@ _ALL = (
     Kind(name="cut", what="its sockets are destroyed (ss -K)", role="channel", weight=2),
     Kind(name="drop_frames", what="what it says is lost in the kernel, then the connection breaks", role="channel", weight=2,
          lasts_s=(0.3, 2), outlasts=True),
-    Kind(name="fill_disk", what="not a byte is left, then all is", role="disk", lasts_s=(2, 6), own_run=True),
+    Kind(name="fill_disk", what="not a byte is left, then all is", role="disk", lasts_s=(2, 6), own_run=True,
+         must_be_noticed=False),  # the log may write for seconds where it has written before
     Kind(name="corrupt", what="bytes of it are flipped", role="version", cost="that version, which nobody may use",
          must_be_noticed=False),
     Kind(name="partition", what="its interfaces go down, then up", role="host", lasts_s=(1, 6), outlasts=True,

@@ -101,7 +101,7 @@ class Watch:
         """Whether what was hit does what it is for."""
         role = self.kind.role
         if role == "disk":
-            return isinstance(event, events.StorageRecovered)
+            return isinstance(event, events.StorageRecovered if self.noticed_at else events.StepFinished)
         if role == "version":
             other = isinstance(event, events.ReplicaRefreshed) and str(event.version) != self.strike.facts.get(
                 "version"

@@ -123,6 +123,7 @@ def parse(text: str, source: str) -> list[Host]:
     """The hosts of a hosts file's text; `source` names it in messages. Raises ConfigError."""
     hosts: list[Host] = []
     seen: dict[tuple[str, str], int] = {}
+    spelled: dict[str, Host] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         fields = re.sub(r"(^|\s)#.*", "", line).split()
         if not fields:
@@ -135,6 +136,11 @@ def parse(text: str, source: str) -> list[Host]:
                     f"{where}: expected every host once per role, got {' '.join(key)} again (line {seen[key]})"
                 )
             seen[key] = number
+            other = spelled.setdefault(host.address.lower(), host)
+            if other.address != host.address:
+                raise ConfigError(
+                    f"{where}: expected one spelling of a host, got {host.address} after {other.address} (line {other.line})"
+                )
             hosts.append(host)
     _require_roles(hosts, source)
     return hosts
@@ -227,7 +233,10 @@ def _expand(pattern: str, where: str) -> list[str]:
         raise ConfigError(f"{where}: expected at most {HOSTS_MAX} hosts in one line, got {count} in {pattern!r}")
     addresses = ["".join(parts) for parts in itertools.product(*choices)]
     if not _ADDRESS.fullmatch(addresses[0]):
-        raise ConfigError(f"{where}: expected a host name or address, perhaps with a range like [0-3], got {pattern!r}")
+        hint = "; users and ports are named in ~/.ssh/config" if re.search(r"@|:\d+$", pattern) else ""
+        raise ConfigError(
+            f"{where}: expected a host name or address, perhaps with a range like [0-3], got {pattern!r}{hint}"
+        )
     return addresses
 
 
@@ -250,9 +259,13 @@ def _parse_range(text: str, where: str) -> list[str]:
 
 def is_local(address: str) -> bool:
     """Whether `address` is this machine: a loopback name or address, or this machine's host name. Asks no resolver."""
-    name = address.lower()
+    return is_name_of_this(address) or address.startswith("127.")
+
+
+def is_name_of_this(address: str) -> bool:
+    """Whether it means this machine and no other address of it, which would be a host of its own (127.0.0.2)."""
     own = socket.gethostname().lower()
-    return name in ("localhost", "::1", own, own.partition(".")[0]) or name.startswith("127.")
+    return address.lower() in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -14,6 +14,7 @@ Before anything starts, `laminar.workers.remote.check` answers a `Question` in t
 """
 
 import hashlib
+import os
 import signal
 from pathlib import Path
 
@@ -94,6 +95,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     listen: str
     """Address for links of its relay; empty if that is unknown, or it has none."""
     num_cpus: int
+    machine: str
+    """As `machine` says."""
+
+
+def machine() -> str:
+    """What tells this machine, or container, from others, under whatever name: its boot, process ids and shared memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.stat('/dev/shm').st_dev}"
 
 
 def version() -> str:

@@ -8,7 +8,13 @@ while :; do
     case "$1" in
     -T) shift ;;
     -o) shift 2 ;;
-    -G) echo "hostname 127.0.0.1"; exit 0 ;;
+    -G)
+        case "$2" in
+        typo*) echo "hostname $2.invalid" ;;
+        *) echo "hostname 127.0.0.1" ;;
+        esac
+        exit 0
+        ;;
     *) break ;;
     esac
 done

@@ -1,6 +1,7 @@
 """Which processes a hosts file stands for."""
 
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from laminar.remote import Answer
 pytestmark = pytest.mark.timeout(20)
 
 URL = "http://127.0.0.1:7000"
+OWN = socket.gethostname()
 CONFIG = Config(rollout=RolloutConfig(max_concurrent=48))
 
 
@@ -37,14 +39,14 @@ def option(process: Process, name: str) -> str:
 
 
 def test_one_relay_per_host_one_launch_of_ranks_and_a_process_per_replica() -> None:
-    processes = planned("localhost trainer ranks=2\nlocalhost rollout replicas=2\n127.0.0.1 rollout\n")
+    processes = planned("localhost trainer ranks=2\nlocalhost rollout replicas=2\n127.0.0.2 rollout\n")
     assert [(p.name, p.role, p.address, p.num_workers) for p in processes] == [
         ("relay-0", "relay", "localhost", 1),
-        ("relay-1", "relay", "127.0.0.1", 1),
+        ("relay-1", "relay", "127.0.0.2", 1),
         ("trainer-0", "trainer", "localhost", 2),
         ("rollout-0", "rollout", "localhost", 1),
         ("rollout-1", "rollout", "localhost", 1),
-        ("rollout-2", "rollout", "127.0.0.1", 1),
+        ("rollout-2", "rollout", "127.0.0.2", 1),
     ]
     for process in processes:
         assert option(process, "--controller") == URL
@@ -101,7 +103,7 @@ def test_relays_have_their_links_where_other_hosts_reach_them() -> None:
     text = "localhost trainer\ngpu1 rollout\ngpu2 rollout listen=ib-gpu2\ngpu3 rollout\n"
     machines = hosts.parse(text, "hosts.txt")
     found = {
-        name: Answer(version="", problems=[], listen=listen, num_cpus=64)
+        name: Answer(version="", problems=[], listen=listen, num_cpus=64, machine=name)
         for name, listen in [("gpu1", "10.0.0.1"), ("gpu2", "10.0.0.2"), ("gpu3", "")]
     }
     processes = plan(CONFIG, machines, "http://10.0.0.9:7000", None, found)
@@ -114,7 +116,7 @@ def test_relays_have_their_links_where_other_hosts_reach_them() -> None:
 
 def test_the_cpus_of_a_host_are_shared_by_what_runs_there() -> None:
     machines = hosts.parse("gpu1 trainer ranks=2\ngpu1 rollout replicas=2\ngpu2 rollout\n", "hosts.txt")
-    found = {name: Answer(version="", problems=[], listen="", num_cpus=64) for name in ("gpu1", "gpu2")}
+    found = {name: Answer(version="", problems=[], listen="", num_cpus=64, machine=name) for name in ("gpu1", "gpu2")}
     threads = {p.name: p.environment["OMP_NUM_THREADS"] for p in plan(CONFIG, machines, URL, None, found)}
     assert threads["relay-0"] == threads["relay-1"] == "1"
     assert threads["trainer-0"] == threads["rollout-0"] == threads["rollout-1"] == "16"
@@ -153,7 +155,7 @@ def test_only_the_trainer_is_told_what_to_resume() -> None:
 
 
 def test_the_nodes_of_a_trainer_meet_at_the_first_and_count_their_own_ranks() -> None:
-    processes = planned("127.0.0.1 trainer ranks=2\n127.0.0.2 trainer\nlocalhost rollout")
+    processes = planned("127.0.0.1 trainer ranks=2\n127.0.0.2 trainer\n127.0.0.1 rollout")
     trainers = [p for p in processes if p.role == "trainer"]
     assert [(p.name, p.num_workers) for p in trainers] == [("trainer-0", 2), ("trainer-1", 1)]
     for rank, process in enumerate(trainers):
@@ -166,8 +168,29 @@ def test_the_nodes_of_a_trainer_meet_at_the_first_and_count_their_own_ranks() ->
     assert "--standalone" in planned("localhost trainer ranks=2\nlocalhost rollout")[1].command
 
 
+def test_the_nodes_of_a_trainer_meet_where_ssh_reaches_the_first_and_each_knows_its_own_address() -> None:
+    """A name of the hosts file may be known to nobody but the ssh client of the controller."""
+    found = {
+        f"node{number}": Answer(
+            version="", problems=[], listen=f"10.0.0.{number}", num_cpus=8, machine=f"machine {number}"
+        )
+        for number in (1, 2)
+    }
+    text = "node1 trainer\nnode2 trainer listen=ib-node2\nnode1 rollout"
+    machines = hosts.parse(text, "hosts.txt")
+    trainers = [p for p in plan(CONFIG, machines, URL, None, found) if p.role == "trainer"]
+    assert all("--master-addr=10.0.0.1" in p.command for p in trainers)
+    assert [p.environment["LAMINAR_ADDRESS"] for p in trainers] == ["10.0.0.1", "ib-node2"]
+
+
+def test_nodes_of_other_machines_meet_one_on_this_machine_where_workers_reach_the_controller() -> None:
+    machines = hosts.parse("localhost trainer\nnode1 trainer\nlocalhost rollout", "hosts.txt")
+    trainers = [p for p in plan(CONFIG, machines, "http://10.0.0.9:4711", None) if p.role == "trainer"]
+    assert all("--master-addr=10.0.0.9" in p.command for p in trainers)
+
+
 def test_a_trainer_that_is_started_again_meets_at_another_port_and_goes_on_from_the_newest_checkpoint() -> None:
-    first = planned("127.0.0.1 trainer\n127.0.0.2 trainer\nlocalhost rollout", Path("/runs/a/checkpoints/step-4"))
+    first = planned("127.0.0.1 trainer\n127.0.0.2 trainer\n127.0.0.1 rollout", Path("/runs/a/checkpoints/step-4"))
     again = going_on_from(first[3], Path("/runs/a/checkpoints/step-8"), 4711)
     assert "--master-port=4711" in again.command
     assert again.command[-2:] == ["--resume", "/runs/a/checkpoints/step-8"]
@@ -177,7 +200,11 @@ def test_a_trainer_that_is_started_again_meets_at_another_port_and_goes_on_from_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("localhost trainer\nnode-2 trainer\nlocalhost rollout", "line 1: the trainer's other hosts meet at localhost"),
+        (
+            "localhost trainer\n\n127.0.0.1 rollout",
+            "line 3: 127.0.0.1 is this machine, which line 1 calls localhost: call",
+        ),
+        (f"localhost trainer\n{OWN} rollout", f"line 2: {OWN} is this machine, which line 1 calls localhost: call"),
         (
             "localhost trainer\n\nlocalhost rollout engine=vllm python=/no/python",
             "line 3: no Python /no/python for vLLM",

@@ -69,7 +69,10 @@ def test_a_run_on_this_machine_asks_nobody(world: World) -> None:
 
 def test_a_host_that_has_all_it_needs_answers_with_its_cpus_and_nothing_is_left_behind(world: World) -> None:
     found = world.check("there trainer\nthere rollout")
-    assert found == {"there": Answer(version=remote.version(), problems=[], listen="", num_cpus=os.cpu_count() or 1)}
+    answer = Answer(
+        version=remote.version(), problems=[], listen="", num_cpus=os.cpu_count() or 1, machine=remote.machine()
+    )
+    assert found == {"there": answer}
     assert list((world.directory / "runs").iterdir()) == []
 
 
@@ -112,7 +115,21 @@ def test_all_failures_stand_in_one_message_each_with_what_to_do(world: World) ->
 
 
 def _answer(version: str) -> dict[str, Any]:
-    return {"version": version, "problems": [], "listen": "", "num_cpus": 1}
+    return {"version": version, "problems": [], "listen": "", "num_cpus": 1, "machine": "another"}
+
+
+def test_a_machine_under_two_names_is_told_with_both(world: World) -> None:
+    elsewhere = "listen=192.0.2.1"
+    lines = world.refusal(f"there1 trainer {elsewhere}\nthere2 rollout {elsewhere}\n").splitlines()
+    assert lines[0] == "2 of 2 other hosts cannot take part; nothing was started:"
+    told = [line for line in lines if "it is the machine that the hosts file calls there1 too" not in line]
+    assert len(told) == len(lines) - 1
+    (line,) = [line for line in lines if line not in told]
+    assert line.startswith("  there2: it is the machine")
+    message = world.refusal("localhost trainer\nthere1 rollout listen=192.0.2.1\n")
+    assert (
+        "there1: it is the machine that the hosts file calls localhost too: call it the same in both lines" in message
+    )
 
 
 def test_a_host_that_does_not_answer_is_named_after_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +248,17 @@ def test_without_a_client_or_a_name_that_resolves_it_is_said_what_to_do(world: W
     machines = hosts.parse("there trainer\nthere rollout", "hosts.txt")
     with pytest.raises(ConfigError, match=r"there is no /no/ssh .*install the OpenSSH client"):
         reach(world.config("controller.ssh=/no/ssh"), machines)
-    client = Path(world.client)
-    client.write_text(client.read_text().replace("hostname 127.0.0.1", "hostname host.invalid"))
-    with pytest.raises(ConfigError, match=r"host.invalid does not resolve here .*controller.advertise=ADDRESS"):
+    machines = hosts.parse("typo1 trainer\ntypo2 rollout", "hosts.txt")
+    with pytest.raises(
+        ConfigError,
+        match=r"typo1.invalid: .*; typo2.invalid: .*\): correct the names, .*HostName.*controller.advertise",
+    ):
         reach(world.config(), machines)
+
+
+def test_a_first_host_whose_name_is_wrong_does_not_hide_the_way_to_the_others(world: World) -> None:
+    machines = hosts.parse("typo trainer\nthere rollout\n", "hosts.txt")
+    assert reach(world.config(), machines) == Reach("127.0.0.1", "127.0.0.1")
 
 
 def test_the_version_is_that_of_the_sources(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import laminar
 from laminar.config import Config
 from laminar.controller import ssh
 from laminar.errors import ConfigError
-from laminar.hosts import Host, is_local
+from laminar.hosts import Host, is_local, is_name_of_this
 from laminar.remote import Answer
-from laminar.wire import HOST_VARIABLE
+from laminar.wire import ADDRESS_VARIABLE, HOST_VARIABLE
 
 RENDEZVOUS_PORT = 29500
 """Where the nodes of a trainer on several hosts meet, on the first of them; torchrun's own default."""
@@ -72,9 +72,12 @@ def plan(
     found = found or {}
     addresses = addresses_of(hosts)
     processes = [_relay(address, index, hosts, url, found) for index, address in enumerate(addresses)]
-    for index, host in enumerate(_role(hosts, "trainer")):
-        meet = _rendezvous(_role(hosts, "trainer"), index, rendezvous_port)
-        processes.append(going_on_from(_trainer(host, index, url, meet), resume, rendezvous_port))
+    trainers = _role(hosts, "trainer")
+    reached = [_links_at(host.address, hosts, url, found) for host in trainers]
+    for index, host in enumerate(trainers):
+        process = _trainer(host, index, url, _rendezvous(reached, index, rendezvous_port))
+        process.environment.update({ADDRESS_VARIABLE: reached[index]} if len(trainers) > 1 else {})
+        processes.append(going_on_from(process, resume, rendezvous_port))
     number = 0
     for host in _role(hosts, "rollout"):
         for index in range(host.replicas):
@@ -152,12 +155,13 @@ def _num_busy(host: Host) -> int:
 
 
 def _require_supported(config: Config, hosts: list[Host]) -> None:
-    first, *others = _role(hosts, "trainer")
-    if is_local(first.address) and not all(is_local(host.address) for host in others):
-        raise ConfigError(
-            f"hosts file, line {first.line}: the trainer's other hosts meet at {first.address}, which is another machine for "
-            f"each of them; give the first trainer host an address that all can reach"
-        )
+    here = next((host for host in hosts if is_name_of_this(host.address)), None)
+    for host in hosts:
+        if here is not None and is_name_of_this(host.address) and host.address != here.address:
+            raise ConfigError(
+                f"hosts file, line {host.line}: {host.address} is this machine, which line {here.line} calls {here.address}: call "
+                f"it the same in both, or it gets two relays, each with slots of its own, and its GPUs are given out twice"
+            )
     rollout = config.rollout
     truncated = rollout.top_p < 1 or rollout.top_k > 0
     for host in hosts:
@@ -231,16 +235,16 @@ def _relay(address: str, index: int, hosts: list[Host], url: str, found: Mapping
     return Process(name=name, role="relay", address=address, command=command, environment=_environment())
 
 
-def _rendezvous(trainers: list[Host], index: int, port: int) -> list[str]:
-    """How torchrun on one host finds that on the others."""
-    if len(trainers) == 1:
+def _rendezvous(reached: list[str], index: int, port: int) -> list[str]:
+    """How torchrun on one of the trainer's hosts finds those on the others, by the addresses at which they reach each other."""
+    if len(reached) == 1:
         return ["--standalone", LOCAL_ADDRESS]
-    first = trainers[0].address
-    return [f"--nnodes={len(trainers)}", f"--node-rank={index}", f"--master-addr={first}", f"--master-port={port}"]
+    meet = [f"--master-addr={reached[0]}", f"--master-port={port}"]
+    return [f"--nnodes={len(reached)}", f"--node-rank={index}", *meet]
 
 
 def _links_at(address: str, hosts: list[Host], url: str, found: Mapping[str, Answer]) -> str:
-    """Where the relays of other hosts reach that of this one. Of this machine, if there are others: where workers reach us."""
+    """Where other hosts reach this one: its relay, its ranks. Of this machine, if there are others: where workers reach us."""
     named = listen_of(address, hosts)
     if named or (is_local(address) and all(is_local(host.address) for host in hosts)):
         return named or address

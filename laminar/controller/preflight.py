@@ -56,10 +56,23 @@ async def _ask_all(
     for (address, _), answer in zip(asked, answers, strict=True):
         found = [answer] if isinstance(answer, str) else answer.problems
         problems.setdefault(address, []).extend(problem for problem in found if problem not in problems[address])
+    for address, other in _same_machines(hosts, dict(zip(asked, answers, strict=True))).items():
+        problems[address].append(
+            f"it is the machine that the hosts file calls {other} too: call it the same in both lines, or it gets two relays, each "
+            "with slots of its own, and its GPUs are given out twice"
+        )
     failed = {address: found for address, found in problems.items() if found}
     if failed:
         raise StartError(_message(failed, len(others)))
     return {address: answer for (address, _), answer in zip(asked, answers, strict=True) if isinstance(answer, Answer)}
+
+
+def _same_machines(hosts: list[Host], answers: dict[tuple[str, str], Answer | str]) -> dict[str, str]:
+    """Addresses at which a machine answered that another address stands for, with that one."""
+    known = {remote.machine(): host.address for host in hosts if is_local(host.address)}
+    machines = {address: answer.machine for (address, _), answer in answers.items() if isinstance(answer, Answer)}
+    first = {address: known.setdefault(machine, address) for address, machine in machines.items()}
+    return {address: other for address, other in first.items() if other != address}
 
 
 def _question(address: str, config: Config, hosts: list[Host], controller: tuple[str, int], marker: str) -> Question:

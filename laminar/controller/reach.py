@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from laminar.config import Config
 from laminar.controller import ssh
-from laminar.controller.plan import url_of
+from laminar.controller.plan import addresses_of, url_of
 from laminar.hosts import Host, is_local
 
 EVERYWHERE = ("0.0.0.0", "::", "")
@@ -22,10 +22,10 @@ class Reach(NamedTuple):
 
 
 def reach(config: Config, hosts: list[Host]) -> Reach:
-    """By the configuration; for other hosts by this machine's route to the first of them. Raises ConfigError if that is unknown."""
+    """By the configuration; for other hosts by this machine's route to one of them. Raises ConfigError if there is none."""
     bind, advertise = config.controller.host, config.controller.advertise
-    there = next((host.address for host in hosts if not is_local(host.address)), None)
-    if there is None:
+    there = [address for address in addresses_of(hosts) if not is_local(address)]
+    if not there:
         return Reach(bind, advertise or bind)
     if not _is_loopback(bind) and bind not in EVERYWHERE:
         return Reach(bind, advertise or bind)

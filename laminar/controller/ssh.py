@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from laminar.errors import ConfigError
 from laminar.remote import LOST, NO_DIRECTORY
@@ -27,17 +27,25 @@ NO_PYTHON = (126, 127)  # the shell's: no such program, or not one
 LAST_WORDS = 3  # lines of ssh's that are shown
 CONFIG_TIMEOUT_S = 10.0
 ANY_PORT = 9  # of a datagram that is never sent
+ASKED_MAX = 4  # hosts whose names are looked up: a resolver may take seconds for one that there is not
 
 _ADVICE = (
     ("Could not resolve hostname", "correct the name in the hosts file, or give it a HostName in ~/.ssh/config"),
     (
         "Permission denied",
-        "let ssh in without a password: ssh-copy-id ADDRESS, and ssh-add for a key with a passphrase",
+        "let ssh in without a password: ssh-copy-id ADDRESS, and ssh-add for a key with a passphrase; the user is the one that "
+        "~/.ssh/config names, else yours",
+    ),
+    ("Too many authentication failures", "name its key with IdentityFile and IdentitiesOnly=yes in ~/.ssh/config"),
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "if it was installed anew, forget its old key (ssh-keygen -R ADDRESS) and connect once by hand",
     ),
     ("Host key verification failed", "connect once by hand to accept its key: ssh ADDRESS"),
     ("Connection refused", "start sshd there, or name its port in ~/.ssh/config"),
     ("timed out", "is it up, and does a firewall let ssh through?"),
     ("No route to host", "is it up, and in this network?"),
+    ("Bad configuration option", "correct ~/.ssh/config, or the options in controller.ssh"),
 )
 
 
@@ -76,19 +84,26 @@ def explain(status: int, words: str, address: str, python: str) -> str:
     return said
 
 
-def own_address_towards(client: str, address: str) -> str:
-    """This machine's address as that host may see it, by the routing table; nothing is sent. Raises ConfigError."""
-    name = _host_name(client, address)
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(name, ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(
-            f"which address of this machine {address} reaches cannot be told, because {name} does not resolve here "
-            f"({error.strerror or error}): name it with controller.advertise=ADDRESS"
-        ) from error
+def own_address_towards(client: str, addresses: Sequence[str]) -> str:
+    """This machine's address as those hosts may see it, by the route to the first of them that there is one to; nothing is sent.
+
+    Raises ConfigError.
+    """
+    reasons = []
+    for address in addresses[:ASKED_MAX]:
+        name = _host_name(client, address)
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(name, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            reasons.append(f"{name}: {error.strerror or error}")
+    raise ConfigError(
+        f"no name of another host in the hosts file leads anywhere from here ({'; '.join(reasons)}): correct the names, or give "
+        "each a HostName in ~/.ssh/config; if only a jump host knows them, say which address of this machine they reach with "
+        "controller.advertise=ADDRESS"
+    )
 
 
 def _host_name(client: str, address: str) -> str:

@@ -18,6 +18,10 @@ HOST_VARIABLE = "LAMINAR_HOST"
 """Environment variable with a worker's host as the hosts file names it, set in runs on several; else the machine's own name."""
 
 
+ADDRESS_VARIABLE = "LAMINAR_ADDRESS"
+"""Environment variable with the address at which other hosts reach a trainer's host, set where it has several."""
+
+
 INCARNATION_VARIABLE = "LAMINAR_INCARNATION"
 """Environment variable with the lowest incarnation that a worker may have, given to one that is started again."""
 

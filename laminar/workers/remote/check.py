@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar.remote import ANSWER, Answer, Question, version
+from laminar.remote import ANSWER, Answer, Question, machine, version
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -27,6 +27,7 @@ def main() -> int:
         problems=list(_problems(question, listen)),
         listen=listen,
         num_cpus=os.cpu_count() or 1,
+        machine=machine(),
     )
     sys.stdout.buffer.write(ANSWER + msgspec.json.encode(answer) + b"\n")
     return 0

@@ -83,7 +83,7 @@ def _work(link: ThreadLink, welcome: wire.Welcome, resume: Path | None) -> None:
     """Build the trainer, report, and obey until Stop."""
     config = msgspec.msgpack.decode(welcome.config, type=Config)
     device = local_device()
-    use_own_interface(os.environ.get(wire.HOST_VARIABLE, ""), int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+    use_own_interface(os.environ.get(wire.ADDRESS_VARIABLE, ""), int(os.environ.get("GROUP_WORLD_SIZE", "1")))
     with process_group(device):
         trainer = Trainer(config, device=device)
         restored = trainer.restore(resume) if resume else Restored(0, b"", [])

@@ -27,7 +27,7 @@ def local_device() -> torch.device:
 
 
 def use_own_interface(host: str, num_nodes: int) -> None:
-    """Between several nodes gloo and NCCL use the interface that has this host's address in the hosts file, unless told another.
+    """Between several nodes gloo and NCCL use the interface at whose address other hosts reach this one, unless told another.
 
     By itself gloo takes the address that the host's own name stands for, which is a loopback one on many systems.
     """

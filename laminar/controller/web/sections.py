@@ -27,27 +27,15 @@ SICK = (Activity.SUSPECT, Activity.QUARANTINED, Activity.DEAD)
 
 
 def progress(core: Core, eta_s: float, tokens_per_s: float) -> dict[str, Any]:
-    """How far the run is, and what trainer and fleet do."""
+    """How far the run is, and at which step the trainer works (0 = none)."""
     state, trainer = core.state, core.state.trainer
     return {
         "step": trainer.step,
         "steps": core.settings.steps,
         "finished": state.finished,
-        "ok": state.ok,
-        "stopping": state.stopping,
-        "storage_failure": state.storage_failure,
-        "stalled_for_s": stalled_for_s(state),
         "eta_s": eta_s,
         "tokens_per_s": tokens_per_s,
-        "trainer": {
-            "ready": trainer.ready,
-            "ranks": len(trainer.ranks),
-            "world_size": trainer.world_size,
-            "step": trainer.running,
-            "since": trainer.running_since,
-            "saving": trainer.saving if trainer.saving >= 0 else None,
-            "checkpoint": trainer.checkpoint if trainer.checkpoint >= 0 else None,
-        },
+        "trainer": {"step": trainer.running, "since": trainer.running_since},
         "new_groups": status.new_groups(core),
         "evaluations": [
             [e.name, str(e.version), e.accuracy, e.score, e.num_prompts] for e in state.evaluations if e.num_prompts
@@ -141,7 +129,6 @@ def buffer(core: Core, ages: Ages) -> dict[str, Any]:
     return {
         "groups": len(state.buffer),
         "batch_groups": settings.batch_groups,
-        "group_size": settings.group_size,
         "outstanding": dispatch.num_outstanding(state),
         "max_groups": settings.buffer_groups_max,
         "max_ready_groups": settings.ready_groups_max,

@@ -28,7 +28,7 @@ PLAN = FaultPlan(
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("faulty")
-    run(directory, faults=PLAN, iterations=8, core=(("restarts_max", 3),))
+    run(directory, faults=PLAN, iterations=8, core=(("restarts_max", 3), ("stall_after_s", 30.0)))
     return directory
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from laminar.core import snapshot
 from laminar.core.engine import Core
-from laminar.core.records import State
+from laminar.core.records import Stall, State
 from laminar.replay import model
 from laminar.replay.changes import Changes
 from laminar.replay.model import NotSimulated
@@ -44,7 +44,7 @@ def world(core: Core, fitted: Fit) -> World:
     rates, state = fitted.rates, snapshot.decode(core.snapshot())
     if reason := _why_not(state):
         raise NotSimulated(f"at event {state.seq} {reason}; go to another one")
-    _without_sampler(state)
+    _leave_out(state)
     settings = model.settings_of(core.configured, rates.flush_s, custom_sampler=False)
     hosts = tuple(dict.fromkeys(replica.host for replica in state.replicas.values()))
     made = World(
@@ -75,8 +75,9 @@ def _why_not(state: State) -> str:
     return ""
 
 
-def _without_sampler(state: State) -> None:
-    """Batches are FIFO: what the run's own sampler would say is not known."""
+def _leave_out(state: State) -> None:
+    """Nobody is told of a stall. Batches are FIFO: what the run's own sampler would say is not known."""
+    state.stall = Stall()
     state.sampler_request, state.sampler_answer, state.sampler_starved = None, [], False
     state.sampler, state.sampler_state = "", b""
     state.amended.pop("custom_sampler", None)

@@ -110,6 +110,8 @@ class Rates:
         """How long no controller listened."""
         self.num_relays_lost = 0
         self.num_amended = 0
+        self.num_held = 0
+        """How often an operator or a breakpoint held a pass."""
         self._intervals: list[Interval] = []
         self._flushes_s: list[float] = []
         self._since: dict[WorkerId, _Since] = {}
@@ -149,6 +151,7 @@ class Rates:
             events.ControllerRestarted: self._on_away,
             events.ControllerPaused: self._on_away,
             events.SettingsChanged: self._on_amended,
+            events.HoldChanged: self._on_hold,
         }
 
     def observe(self, core: Core, event: events.AnyEvent, new: list[actions.AnyAction]) -> None:
@@ -168,6 +171,8 @@ class Rates:
                 self._publishing[action.version] = max(at, self._free_at)
             elif isinstance(action, actions.PullWeights):
                 self._pulling[action.worker] = at
+            elif isinstance(action, actions.BreakpointHit):
+                self.num_held += 1
             elif isinstance(action, actions.SaveCheckpoint):
                 self._saving[action.step] = at
             elif isinstance(action, actions.StopWorker) and action.lost:
@@ -280,6 +285,9 @@ class Rates:
     def _on_away(self, core: Core, event: events.ControllerRestarted | events.ControllerPaused) -> None:
         self.away_s += event.away_s
         self._since.clear()
+
+    def _on_hold(self, core: Core, event: events.HoldChanged) -> None:
+        self.num_held += event.held
 
     def _on_amended(self, core: Core, event: events.SettingsChanged) -> None:
         self.num_amended += 1

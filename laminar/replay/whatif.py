@@ -192,6 +192,7 @@ def _notes(recorded: Recorded, changes: Changes) -> list[str]:
         (rates.away_s > 0.0, f"no controller listened for {rates.away_s:.0f} s; simulated it always does"),
         (rates.num_relays_lost > 0, f"{rates.num_relays_lost} relays were lost; simulated none is"),
         (rates.num_amended > 0, "an operator changed settings while it ran; simulated it has the last ones from the beginning"),
+        (rates.num_held > 0, "passes were held, by an operator or a breakpoint; simulated nothing is"),
         (bool(changes.replicas) and changes.faults and bool(rates.faults), "the recorded faults strike the same replicas"),
     ]  # fmt: skip
     return [*recorded.left_out, *(text for applies, text in notes if applies)]

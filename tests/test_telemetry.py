@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from laminar import wire
+from laminar.controller import telemetry
 from laminar.controller.eventlog import EventLog
 from laminar.controller.runtime import Runtime
 from laminar.controller.telemetry import Telemetry
@@ -186,6 +187,19 @@ async def test_a_step_that_a_restored_trainer_does_again_is_written_again(world:
     world.step_done(attempt=3, **{"reward/mean": 0.5})
     assert [line["reward/mean"] for line in world.lines()] == [0.25, 0.5]
     assert await world.rows("SELECT value FROM metrics WHERE name = 'reward/mean'") == [(0.5,)]
+
+
+async def test_of_a_long_run_the_last_steps_are_kept_and_all_are_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "HISTORY_STEPS", 2)
+    for attempt in range(2, 12):
+        world.core.state.steps[5].attempt, world.core.state.steps[5].done = attempt, False
+        world.core.state.trainer.step, world.core.state.trainer.running = 4, 5
+        world.step_done(attempt=attempt, **{"reward/mean": float(attempt)})
+        assert world.telemetry.history[-1]["reward/mean"] == attempt
+    assert world.telemetry.num_steps == 10
+    assert [row["reward/mean"] for row in world.telemetry.history] == [8.0, 9.0, 10.0, 11.0]
 
 
 async def test_the_file_and_the_database_hold_the_same_numbers(world: World) -> None:

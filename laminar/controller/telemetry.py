@@ -20,6 +20,7 @@ from laminar.core.records import Trajectory
 from laminar.ids import WorkerId
 from laminar.logs import Lossy
 
+HISTORY_STEPS = 500  # some 7 KB each; those who look come by many times in so many, and run.db has all
 RECENT_STEPS = 20  # whose histograms of staleness are kept: enough rows for a shape, few enough to show a change
 LEVELS_S = 1.0  # between two rows of `levels`: finer than a screen shows of a minute, and some 10 MB a day
 
@@ -68,7 +69,9 @@ class Telemetry:
 
     def __init__(self, runtime: Runtime, log: EventLog, path: Path) -> None:
         self.history: list[dict[str, float]] = []
-        """Metrics of the steps of this process."""
+        """Metrics of this process's last steps, `HISTORY_STEPS` at least."""
+        self.num_steps = 0
+        """Steps that ever were in `history`."""
         self.relays: dict[WorkerId, wire.RelayReport] = {}
         """The last word of each."""
         self.totals = Totals()
@@ -219,7 +222,10 @@ class Telemetry:
         ]
         self.totals.on_step(event.metrics)
         metrics = {**event.metrics, **self._of_batch(members), **self._of_window(event), **self._of_buffer()}
+        self.num_steps += 1
         self.history.append({"step": float(event.step), **metrics})
+        if len(self.history) > 2 * HISTORY_STEPS:
+            del self.history[:HISTORY_STEPS]
         row = {"step": event.step, "at": event.at, **metrics}
         self._file.write(msgspec.json.encode(row).decode() + "\n")  # a NaN becomes null, which JSON has
         for name, value in metrics.items():

@@ -105,10 +105,11 @@ class Board:
         eta_s = round(self._telemetry.seconds_per_step() * remaining, 1)
         self.put("progress", sections.progress(self._core, eta_s, round(self.tokens_per_s)))
         self.put("verdict", sections.verdict_of(self._core, history))
-        for row in history[self._num_steps :][-STEPS_KEPT:]:
+        num_new = self._telemetry.num_steps - self._num_steps
+        for row in history[-num_new:] if num_new else ():
             self.steps.add((int(row["step"]), [row.get(name) for name in CURVES]))
-        if len(history) > self._num_steps:
-            self._num_steps = len(history)
+        if num_new:
+            self._num_steps += num_new
             self.put("metrics", history[-1])
             self.put("staleness", staleness(self._telemetry))
 

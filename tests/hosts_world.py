@@ -1,7 +1,7 @@
 """Machines on one machine: network namespaces on a bridge, each with its own sshd, host name, process ids and /dev/shm.
 
 The first one, `Machine` 0, is where the controller runs; the others are reached from it by ssh under names that only the client's
-configuration knows. Needs root, iproute2, util-linux and openssh-server; `why_not()` says what is missing.
+configuration knows (node1.cluster is node1 too). Needs root, iproute2, util-linux and openssh-server; `why_not()` says what is missing.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 """
 SSH_CONFIG = """\
-Host {name}
+Host {name} {name}.cluster
     HostName {address}
     Port {port}
     User root

@@ -108,9 +108,11 @@ def steps_when_told(run: Run) -> int:
 
 
 def test_a_machine_that_cannot_take_part_ends_the_start_with_its_own_words(machines: Machines, tmp_path: Path) -> None:
-    with start(machines, tmp_path, "node1 trainer\nnode9 rollout\nnode2 rollout python=/opt/none\n") as run:
+    hosts = "node9 rollout\nnode1 trainer\nnode1.cluster rollout\nnode2 rollout python=/opt/none\n"
+    with start(machines, tmp_path, hosts) as run:
         assert run.wait() == 2, run.output
-    assert "2 of 3 other hosts cannot take part; nothing was started:" in run.output
+    assert "3 of 4 other hosts cannot take part; nothing was started:" in run.output
+    assert "node1.cluster: it is the machine that the hosts file calls node1 too: call it the same" in run.output
     assert re.search(r"node9: ssh failed \(.*[Cc]ould not resolve hostname node9", run.output)
     assert re.search(r"node2: it has no Python /opt/none \(.*/opt/none", run.output)
     assert not run.path.exists()

@@ -59,6 +59,16 @@ def test_time_limits_stand_still_while_nobody_listened():
     assert not of(driver.send(events.TimerFired()), actions.StopWorker)
 
 
+def test_a_run_that_was_over_when_its_controller_died_is_over_for_the_next_one_which_starts_nothing():
+    driver = Driver(settings())
+    driver.send(events.RunStarted(boot=1))
+    driver.send(events.StopRequested(reason="stopped by SIGINT"))
+    assert driver.core.state.finished
+    [action] = restarted(driver)
+    assert (type(action), action.reason, action.ok) == (actions.FinishRun, "stopped by SIGINT", True)
+    assert outage.what_to_do(driver.core.state, "rollout-0") == "nothing"
+
+
 def test_a_sampler_whose_answer_died_with_the_controller_is_asked_again():
     driver = running(custom_sampler=True)
     driver.fill("r0", "r1")

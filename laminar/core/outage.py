@@ -7,6 +7,7 @@ limits on what others do stand still while nobody listened.
 from typing import Literal
 
 from laminar.core import story
+from laminar.core.actions import FinishRun
 from laminar.core.events import ControllerPaused, ControllerRestarted
 from laminar.core.records import State
 from laminar.core.training import launch_of, process_of
@@ -15,7 +16,10 @@ from laminar.ids import WorkerId
 
 
 def on_restarted(turn: Turn, event: ControllerRestarted) -> None:
-    """Every known worker is silent until it is back; a question to a sampler that died with the controller is asked again."""
+    """Every known worker is silent until it is back; a question to a sampler that died with the controller is asked again.
+
+    A run that was over is over: it has yet to be put away.
+    """
     state = turn.state
     _shift(state, event.away_s)
     state.boot = event.boot
@@ -25,6 +29,8 @@ def on_restarted(turn: Turn, event: ControllerRestarted) -> None:
     state.review_due = True
     turn.tell(f"the controller was away for {event.away_s:.1f} s", *(story.worker(w) for w in state.silent))
     turn.look_again()
+    if state.finished:
+        turn.emit(FinishRun(cause=turn.cause, reason=state.finished, ok=state.ok))
 
 
 def on_paused(turn: Turn, event: ControllerPaused) -> None:
@@ -44,8 +50,10 @@ def next_incarnation(state: State, process: str) -> int:
 def what_to_do(state: State, process: str) -> Literal["lost", "start", "nothing"]:
     """With a process of the run's plan that does not live: its workers are lost, it has yet to be one, or it is not wanted (now).
 
-    One that waits to be started again is started by the core's timer.
+    One that waits to be started again is started by the core's timer. When the run is over none is wanted.
     """
+    if state.finished:
+        return "nothing"
     if any(process_of(worker) == process for worker in _workers(state)):
         return "lost"
     record = state.restarts.get(launch_of(state, WorkerId(process)))

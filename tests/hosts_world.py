@@ -1,7 +1,8 @@
 """Machines on one machine: network namespaces on a bridge, each with its own sshd, host name, process ids and /dev/shm.
 
 The first one, `Machine` 0, is where the controller runs; the others are reached from it by ssh under names that only the client's
-configuration knows (node1.cluster is node1 too). Needs root, iproute2, util-linux and openssh-server; `why_not()` says what is missing.
+configuration knows (node1.cluster is node1 too). Needs root, iproute2, util-linux and openssh-server; `why_not()` says what is
+missing.
 """
 
 import contextlib

@@ -141,8 +141,8 @@ async def test_keys_lead_through_it_and_it_says_when_the_run_is_over(tmp_path: P
         for theme in ("light", "dark"):
             await page.click("#theme")
             assert await page.ask("document.documentElement.dataset.theme") == theme
-        await page.ask("location.reload()")
-        await page.until("document.getElementById('connection').innerText === 'live'")
+        await page.ask("window.isOld = true; location.reload()")
+        await page.until("!window.isOld && document.getElementById('connection').innerText === 'live'")
         assert await page.ask("document.documentElement.dataset.theme") == "dark"
         world.send(events.WorkerLost(worker=WorkerId("trainer-0/0"), incarnation=1, reason="killed"))
         await page.until("document.getElementById('verdict-headline').innerText === 'The run failed'")

@@ -36,6 +36,8 @@ def test_a_second_interrupt_is_immediate_and_leaves_nothing(tmp_path: Path) -> N
         run.signal(signal.SIGCONT)
         assert run.wait(STOPPED_S) == 130, run.output
         run.until(lambda: not run.leftovers(), STOPPED_S)
+        assert run.query("SELECT outcome FROM boots") == [("stopped at once",)], "nobody is to take it over"
+    assert "stopped at once; no checkpoint was made" in run.output
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from laminar.workers.relay import paths
 
 REFRESH_S = 0.25  # of the live panel
 LAST_ACTIONS_S = 5.0  # for the disk to take the last events; what it does not take is found by the next --resume
+AT_ONCE_S = 2.0  # for the disk to take that word
 TWICE_S = 0.2  # `timeout`, service managers and terminals may deliver one signal both to a process and to its group
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -205,7 +206,10 @@ class Application:
             return
         self._parts.crew.launcher.kill()
         self._leave_nothing()
-        self._parts.display.say(f"stopped at once; --resume {self._run.path} goes on from what is on disk")
+        self._log.close(AT_ONCE_S, outcome="stopped at once")  # so that nobody takes over what is to stop
+        saved = self._run.last_checkpoint()
+        then = f"--resume {self._run.path} goes on from {saved.name}" if saved else "no checkpoint was made"
+        self._parts.display.say(f"stopped at once; {then}")
         os._exit(EXIT_INTERRUPTED)
 
     # ---- close ---------------------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ def _read_edit_continue(console: live.Live, number: int) -> None:
 
 def _change(run: Run, console: live.Live, directory: Path) -> list[Answer]:
     """What is to outlive the controller, as the console shows it."""
-    changed = ask(console, "set repack.interval_s=5 buffer.sampler_budget_ms=1000").lines  # a busy machine is no bad sampler
+    changed = ask(
+        console, "set repack.interval_s=5 buffer.sampler_budget_ms=1000"
+    ).lines  # a busy machine is no bad sampler
     assert any("repack.interval_s 0.05 → 5.0" in line for line in changed), changed
     ask(console, "set rollout.flush_interval_s=0.1 r1")
     assert "`settings` lists what can" in console.ask("set trainer.lr=1").answer.error

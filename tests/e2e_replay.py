@@ -55,6 +55,7 @@ class Replay:
     def __init__(self, run: Run) -> None:
         self.moves: list[Move] = []
         self.freed: list[Freed] = []
+        self.pulls: list[actions.PullWeights] = []
         self.num_split_fleet = 0
         """Events after which two replicas generated under different versions."""
         self.num_divided = 0
@@ -79,6 +80,8 @@ class Replay:
         for action in step.actions:
             if isinstance(action, actions.StartGroup):
                 self._take_starts(action)
+            if isinstance(action, actions.PullWeights):
+                self.pulls.append(action)
         self.freed += [
             _freed(self.core.state, r, leaving[r], step.actions) for r in leaving if _is_free(self.core.state, r)
         ]

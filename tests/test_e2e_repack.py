@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from e2e import END_S, QUICKSTART, Run, hosts_file, ledger_is_closed
+from e2e_logprobs import largest_difference, row
 from e2e_replay import Freed, Move, Part, Replay, Tokens, keep_tokens, read_tokens
 
 from laminar import configfile
@@ -19,7 +19,6 @@ from laminar.rl import packing
 from laminar.workers.engines.embedded import EmbeddedEngine
 from laminar.workers.rollout.requests import Requests
 from laminar.workers.rollout.text import TextCodec
-from laminar.workers.trainer.model import Policy, load_model
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -245,18 +244,14 @@ def test_the_log_probs_would_tell_other_weights_and_a_lost_token(finished: Finis
 
 def _largest_difference(finished: Finished, version: Version, moves: list[Move], without: int | None = None) -> float:
     """Between the rollouts' log-probs and those of the trainer's own program under `version`; `without` a token at a position."""
-    rows = {row: _row(finished, move.trajectory, without) for row, move in enumerate(moves)}
-    policy = Policy(load_model(str(finished.weights(version))), temperature=1.0, device=torch.device("cpu"))
-    batch = packing.collate(tuple((row,) for row in rows), rows)
-    return float((policy.frozen_logprobs(batch) - batch.logprobs).abs().max())
+    return largest_difference(finished.weights(version), [_row(finished, move.trajectory, without) for move in moves])
 
 
 def _row(finished: Finished, trajectory: int, without: int | None) -> packing.Tokens:
-    gone = [] if without is None else [without]
-    response = np.delete(np.array(finished.response(trajectory), np.int32), gone)
-    logprobs = np.delete(np.array(finished.logprobs(trajectory), np.float32), gone)
-    prompt = np.array(finished.prompt(trajectory), np.int32)
-    return packing.Tokens(prompt, response, logprobs, np.ones(len(response), bool))
+    response, logprobs = finished.response(trajectory), finished.logprobs(trajectory)
+    if without is not None:
+        del response[without], logprobs[without]
+    return row(finished.prompt(trajectory), response, logprobs)
 
 
 def test_an_emptied_replica_pulls_the_newest_version_at_once(finished: Finished) -> None:

@@ -36,7 +36,7 @@ def start(machines: Machines, directory: Path, hosts: str, *overrides: str) -> R
 def test_a_run_on_other_machines_mends_itself_survives_its_controller_and_leaves_nothing_there(
     machines: Machines, tmp_path: Path
 ) -> None:
-    hosts = "node1 trainer\nnode2 rollout\n"
+    hosts = "node1 trainer\nnode2 trainer\nnode2 rollout\n"
     with start(machines, tmp_path, hosts, "run.steps=5000", "relay.link_timeout_s=10", *PATIENT) as run:
         run.until_said(r"^step 2/")
         assert run.until_said(r"processes, controller at http://10\.78\.0\.1:")

@@ -105,6 +105,7 @@ def test_the_status_tells_what_an_operator_holds_and_has_changed() -> None:
     driver.start("r0")
     driver.send(events.BreakpointSet(where="sample", conditions=[Condition("step", "==", 1)]))
     driver.send(events.SettingsChanged(changes={"buffer_groups_max": 8}))
+    driver.send(events.SamplerChanged(reference="fifo"))
     driver.send(events.StopAfterStep(step=3))
     driver.send(events.HoldChanged(pass_name="dispatch", held=True, mode="pause"))
     driver.complete_all("r0")
@@ -117,6 +118,6 @@ def test_the_status_tells_what_an_operator_holds_and_has_changed() -> None:
         "held": {"1": "step 1 gets a batch of 2 groups"},
         "breakpoints": {"1": {"at": "sample when step == 1", "hits": 1}},
         "settings": {"buffer.max_groups": 8},
-        "sampler": None,
+        "sampler": "fifo",
         "stop_after_step": 3,
     }

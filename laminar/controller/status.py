@@ -44,7 +44,7 @@ def operator(state: State) -> dict[str, object]:
             str(each.id): {"at": breakpoints.in_text(each.where, each.conditions), "hits": each.num_hits}
             for each in state.breakpoints.values()
         },
-        "settings": {amend.CHANGEABLE[name]: value for name, value in state.amended.items()},
+        "settings": {key: state.amended[name] for name, key in amend.CHANGEABLE.items() if name in state.amended},
         "sampler": state.sampler or None,
         "stop_after_step": state.stop_after or None,
     }

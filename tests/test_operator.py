@@ -11,7 +11,7 @@ from core_world import Driver, settings
 
 from laminar import wire
 from laminar.controller.channels import Channels
-from laminar.controller.operator import Operator
+from laminar.controller.operator import NOT_ON_DISK, Operator
 from laminar.core import events
 from laminar.ids import WorkerId
 
@@ -25,7 +25,7 @@ class World(Driver):
 
     def __init__(self) -> None:
         super().__init__(settings())
-        self.began = self.at
+        self.began, self.disk_works, self.asked_of_disk = self.at, True, 0
         self.start(*REPLICAS)
         self.channels = Channels(1)
         for worker in REPLICAS:
@@ -35,6 +35,10 @@ class World(Driver):
 
     def now(self) -> float:
         return self.at
+
+    async def reaches_disk(self, seq: int, timeout_s: float) -> bool:
+        self.asked_of_disk = seq
+        return self.disk_works
 
     def post(self, event: events.AnyEvent) -> int:
         self.send(event)
@@ -102,6 +106,20 @@ async def test_what_a_line_changes_is_an_event_and_the_next_look_sees_it(
     assert list(world.core.state.holds) == ["repack"]
     look = await (await client.get("/v1/console")).json()
     assert look["place"]["paused"] == ["repack"]
+
+
+async def test_what_a_line_changes_is_on_disk_before_it_is_answered_or_the_answer_says_that_it_is_not(
+    client: TestClient[web.Request, web.Application], world: World
+) -> None:
+    await _reply(client, b'{"line": "fleet"}')
+    assert world.asked_of_disk == 0, "a look waits for nothing"
+    _, reply = await _reply(client, b'{"line": "pause repack"}')
+    assert world.asked_of_disk == world.seq
+    assert NOT_ON_DISK not in reply["answer"]["lines"]
+    world.disk_works = False
+    _, reply = await _reply(client, b'{"line": "resume"}')
+    assert reply["answer"]["lines"][-1] == NOT_ON_DISK
+    assert not world.core.state.holds
 
 
 @pytest.mark.parametrize("body", [b"", b"fleet", b'{"line": 3}', b"\xff"])

@@ -290,6 +290,16 @@ async def test_a_log_that_cannot_be_written_ends_the_run_and_nothing_irreversibl
     assert world.done == []
 
 
+async def test_whether_an_event_reaches_the_disk_is_known_in_bounded_time(make) -> None:
+    world = make({"x": lambda seq: []})
+    seq = world.runtime.post(say("x"))
+    assert not await world.runtime.reaches_disk(seq, 0.01), "nobody writes"
+    world.start()
+    assert await world.runtime.reaches_disk(seq, 10.0)
+    world.log._before_commit = lambda: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    assert not await world.runtime.reaches_disk(world.runtime.post(say("x")), 10.0), "the log has failed"
+
+
 async def test_a_dump_that_cannot_be_written_does_not_keep_the_run_from_ending(make, tmp_path: Path) -> None:
     world = make({})
     world.start()

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import structs
 
 from laminar.console.language import Function
 from laminar.console.place import Reply
@@ -13,6 +14,9 @@ from laminar.controller.console import Console
 from laminar.controller.runtime import Runtime
 from laminar.core import events, fleet
 from laminar.ids import WorkerId
+
+DISK_S = 2.0  # twenty times the longest that a commit is put off; people wait for the answer
+NOT_ON_DISK = "it is done, but not on disk yet: a controller that took over now would not know of it (`status`: is the disk full?)"
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -63,7 +67,13 @@ class Operator:
             asked = msgspec.json.decode(await request.read(), type=Line)
         except msgspec.DecodeError as error:
             return web.json_response({"error": f'{error}: write {{"line": "status"}}'}, status=400)
-        return _json(self._console.answer(asked.line))
+        before = self._runtime.seq
+        reply = self._console.answer(asked.line)
+        if self._runtime.seq > before and not await self._runtime.reaches_disk(self._runtime.seq, DISK_S):
+            reply = structs.replace(
+                reply, answer=structs.replace(reply.answer, lines=[*reply.answer.lines, NOT_ON_DISK])
+            )
+        return _json(reply)
 
     async def _drain(self, request: web.Request) -> web.Response:
         """This replica finishes what it has and leaves."""
@@ -72,9 +82,10 @@ class Operator:
             known = ", ".join(self._channels.workers("rollout")) or "none"
             return web.json_response({"error": f"there is no replica {worker!r}; there are: {known}"}, status=404)
         refusal = fleet.why_not_drained(self._runtime.core.state, worker)
-        self._runtime.post(events.DrainRequested(worker=worker))
+        seq = self._runtime.post(events.DrainRequested(worker=worker))
         if refusal:
             return web.json_response({"error": refusal}, status=409)
+        await self._runtime.reaches_disk(seq, DISK_S)
         return web.json_response({"draining": worker})
 
 

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import asyncio
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from laminar.controller import answers
 from laminar.controller.eventlog import EventLog, Frame
 from laminar.core import actions, events
 from laminar.core.engine import Core
+from laminar.errors import LaminarError
 
 logger = structlog.get_logger(__name__)
 
@@ -92,6 +94,19 @@ class Runtime:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def reaches_disk(self, seq: int, timeout_s: float) -> bool:
+        """Whether the event is on disk within that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._log.when_durable(seq)
+        except (
+            OSError,
+            sqlite3.Error,
+            LaminarError,
+        ):  # TimeoutError is an OSError; the run ends by itself if the log has failed
+            return False
+        return True
 
     async def let_through(self, timeout_s: float) -> None:
         """Perform what waits for the disk, if that takes it in time."""

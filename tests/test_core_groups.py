@@ -34,13 +34,16 @@ def test_rewards_that_only_time_out_end_the_run_long_before_every_group_has_been
     assert "the reward function hangs" in driver.core.state.stopping
 
 
-def test_rewards_that_only_end_their_process_end_the_run_long_before_all_retries_are_spent():
-    driver = Driver(settings(group_size=4, local_batch_groups=8, buffer_groups_max=8, num_retries=3))
+def test_rewards_that_end_their_process_at_every_retry_end_the_run_long_before_every_group_has_been_tried():
+    driver = Driver(settings(group_size=4, local_batch_groups=8, buffer_groups_max=8, num_retries=1))
     driver.start("r0")
-    here = driver.generating("r0")
+    here = driver.generating("r0")[:17]
     driver.report("r0", {t: 2 for t in here}, finish=here)
-    driver.report("r0", fail={t: ("infra", "reward_not_started") for t in here})
+    driver.report("r0", fail={t: ("infra", "reward_crash") for t in here[:-1]})
+    driver.report("r0", fail={here[-1]: ("infra", "reward_not_started")})
     assert not driver.core.state.stopping, "that may pass"
+    driver.report("r0", {t: 2 for t in here}, finish=here)
+    driver.report("r0", fail={here[-1]: ("infra", "reward_not_started")})
     driver.report("r0", fail={t: ("infra", "reward_crash") for t in here[:15]})
     assert not driver.core.state.stopping
     driver.report("r0", fail={here[15]: ("infra", "reward_crash")})

@@ -185,7 +185,7 @@ def test_a_suspect_is_given_nothing_and_what_was_to_move_there_goes_elsewhere() 
 def test_moves_to_a_replica_are_off_when_it_becomes_suspect() -> None:
     d = driver("r0", "r1", buffer_groups_max=8)
     r0, trajectory = d.core.state.replicas[R0], d.core.state.trajectories[d.generating("r1")[0]]
-    health.groups.pin(Turn(d.core.state, d.core.settings, d.core.story), trajectory, r0, 5)
+    health.groups.pin(trajectory, r0, 5)
     suspect(d)
     assert (trajectory.moving_to, r0.incoming) == (None, {})
 

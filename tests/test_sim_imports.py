@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = (
+    "laminar.commandline",
     "laminar.core",
     "laminar.sim",
     "laminar.configrules",

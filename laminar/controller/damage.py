@@ -48,6 +48,14 @@ def of_needed(connection: sqlite3.Connection) -> str:
     return "; ".join(f"table {table}: {what}" for table, what in found.items() if what)
 
 
+def of_length(database: Path, connection: sqlite3.Connection, num_frames: int) -> str:
+    """Whether the file ends too early, of which SQLite takes a last page that is cut for one that ends with zeros; empty = it does
+    not. `num_frames`: pages in the write-ahead log, which need not be in the file yet."""
+    (pages,), (page_bytes,) = (connection.execute(f"PRAGMA {what}").fetchone() for what in ("page_count", "page_size"))
+    whole = database.stat().st_size // page_bytes
+    return f"{whole} of its {pages} pages are there" if pages - whole > num_frames else ""
+
+
 def is_damage(error: BaseException) -> bool:
     """Whether SQLite means that the file is no whole database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -72,7 +72,7 @@ def read(database: Path) -> History:
     try:
         frames = wal.num_frames(wal.path_of(database))
         with contextlib.closing(sqlite3.connect(database, timeout=30.0)) as connection:
-            _check(database, connection)
+            _check(database, connection, frames)
             return _read(connection, wal.left_out(database, frames, connection))
     except (
         OSError,
@@ -83,8 +83,8 @@ def read(database: Path) -> History:
         raise StartError(f"cannot go on from the log {database}: {error}; {OTHERWISE}") from error
 
 
-def _check(database: Path, connection: sqlite3.Connection) -> None:
-    if found := damage.of_needed(connection):
+def _check(database: Path, connection: sqlite3.Connection, num_frames: int) -> None:
+    if found := damage.of_length(database, connection, num_frames) or damage.of_needed(connection):
         raise StartError(f"the log {database} is damaged ({found}); {OTHERWISE}")
     (code,) = connection.execute("SELECT code FROM boots ORDER BY boot DESC LIMIT 1").fetchone()
     if code != __version__:
@@ -124,9 +124,15 @@ def _end(connection: sqlite3.Connection) -> float:
 
 
 def _began(connection: sqlite3.Connection) -> float:
-    """Run time of the first event in the log of the boots that are continued."""
+    """Run time of the first event in the log of the boots that are continued; if that is damaged, when the first of them began.
+    Only the seconds that people are shown depend on it."""
     life = "boot >= (SELECT continues FROM boots ORDER BY boot DESC LIMIT 1)"
-    (at,) = connection.execute(f"SELECT at FROM events WHERE {life} ORDER BY boot, seq LIMIT 1").fetchone()
+    try:
+        (at,) = connection.execute(f"SELECT at FROM events WHERE {life} ORDER BY boot, seq LIMIT 1").fetchone()
+    except sqlite3.DatabaseError as error:
+        if not damage.is_damage(error):
+            raise
+        (at,) = connection.execute(f"SELECT started FROM boots WHERE {life} ORDER BY boot LIMIT 1").fetchone()
     return float(at)
 
 

@@ -20,7 +20,8 @@ from laminar.ids import GroupId, TrajectoryId, derive_seeds, make_id
 SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
 
 REWARDS_LOST_MAX = {"reward_timeout": 8, "reward_crash": 16}
-"""In a row. Each was tried twice, in a process of its own: no accident. Half as many of those that cost `task.reward_timeout_s`."""
+"""Trajectories given up in a row. Each reward was tried twice in a process of its own, one that ended it in every retry: no accident.
+Half as many of those that cost `task.reward_timeout_s`."""
 
 OPEN_STATES = (TrajectoryState.QUEUED, TrajectoryState.GENERATING, TrajectoryState.REWARDING)
 
@@ -175,11 +176,11 @@ def _fail(turn: Turn, replica: Replica, failed: FailedAttempt) -> None:
         return
     _leave(turn, replica, trajectory)
     trajectory.num_failures += 1
-    if failed.reason in REWARDS_LOST_MAX:
-        _count_lost_reward(turn, failed.reason)
     if failed.kind == "infra" and trajectory.num_failures <= turn.settings.num_retries:
         queue_again(turn, trajectory, failed.reason)
         return
+    if failed.reason in REWARDS_LOST_MAX:
+        _count_lost_reward(turn, failed.reason)
     trajectory.state = TrajectoryState.FAILED
     trajectory.worker = None
     trajectory.failure = failed.reason

@@ -365,7 +365,7 @@ class State(msgspec.Struct, kw_only=True):
     """A stopped run waits for the disk until then; 0 = it has not had to."""
     num_drops_in_row: int = 0
     num_rewards_lost_in_row: int = 0
-    """Rewards that timed out or ended their process since the last one that came."""
+    """Trajectories given up because their reward timed out or ended its process, since the last reward that came."""
     sampler_state: bytes = b""
     sampler_request: SamplerRequest | None = None
     sampler_answer: list[GroupId] = []

@@ -113,7 +113,7 @@ async def test_a_changed_byte_of_the_database_is_refused_or_does_not_matter(run:
 async def test_a_database_that_ends_too_early_is_refused(run: Path) -> None:
     recovery.read(run / "run.db")
     size, chance = (run / "run.db").stat().st_size, random.Random(3)
-    for length in [0, 50, 4096, *(chance.randrange(size) for _ in range(CUTS))]:
+    for length in [0, 50, 4096, size - 4096, size - 1, *(chance.randrange(size) for _ in range(CUTS))]:
         copy = again(run)
         with (copy / "run.db").open("r+b") as file:
             file.truncate(length)

@@ -20,8 +20,8 @@ from laminar.ids import GroupId, TrajectoryId, derive_seeds, make_id
 SAMPLING_STREAM = 2  # keeps the seeds of trajectories apart from the prompt order's
 
 REWARDS_LOST_MAX = {"reward_timeout": 8, "reward_crash": 16}
-"""Trajectories given up in a row. Each reward was tried twice in a process of its own, one that ended it in every retry: no accident.
-Half as many of those that cost `task.reward_timeout_s`."""
+"""Trajectories given up in a row. Each reward was tried twice in a process of its own, one that ended it in every retry: that is no
+accident. Half as many of those that cost `task.reward_timeout_s`."""
 
 OPEN_STATES = (TrajectoryState.QUEUED, TrajectoryState.GENERATING, TrajectoryState.REWARDING)
 

@@ -19,8 +19,10 @@ class Shelf:
         """`size`: replicas in the fleet's order; indices are below it."""
         self._kv_max, self._requests_max, self._size = kv_max, requests_max, size
         self._nodes: dict[int, list[int]] = {}
-        self._held: dict[int, tuple[int, list[list[int]]]] = {}
-        """Replica -> its rank and the nodes that have it."""
+        self._ranks = [-1] * size
+        """By index, the last rank of each replica that was ever here."""
+        self._nodes_of: list[list[list[int]]] = [[]] * size
+        """By index, the nodes that have, or had, it."""
         self._paths: dict[int, list[list[int]]] = {}
         """Room -> the nodes that have replicas with so much room."""
         self._questions: dict[int, list[list[int]]] = {}
@@ -32,28 +34,28 @@ class Shelf:
         nodes = self._paths[room] if room in self._paths else self._path(room)
         for node in nodes:
             insort(node, rank)
-        self._held[index] = rank, nodes
+        self._ranks[index], self._nodes_of[index] = rank, nodes
 
     def put_on_top(self, ascending: Iterable[tuple[int, int, int]]) -> None:
         """`put` of many, (index, kv, requests) each, of which each ranks above all that are there."""
-        held, paths, size, requests_max = self._held, self._paths, self._size, self._requests_max
+        paths, size, requests_max = self._paths, self._size, self._requests_max
         for index, kv, requests in ascending:
             room = requests_max - requests
             nodes = paths[room] if room in paths else self._path(room)
             rank = kv * size + size - 1 - index
             for node in nodes:
                 node.append(rank)
-            held[index] = rank, nodes
+            self._ranks[index], self._nodes_of[index] = rank, nodes
 
     def take(self, index: int) -> None:
         """It is none any more."""
-        rank, nodes = self._held.pop(index)
-        for node in nodes:
+        rank = self._ranks[index]
+        for node in self._nodes_of[index]:
             del node[bisect_left(node, rank)]
 
     def fullest(self, kv: int, requests: int, besides: int) -> int:
         """The rank of the fullest replica other than `besides` that keeps its limits with so much more; -1 = there is none."""
-        own = self._held[besides][0] if besides in self._held else -1
+        own = self._ranks[besides]
         beyond = (self._kv_max - kv + 1) * self._size
         best = -1
         for node in self._questions[requests] if requests in self._questions else self._question(requests):

@@ -9,6 +9,9 @@ merge, the one left fullest. A released source is no destination, and a destinat
 plan. `bestfit` finds the destination without comparing all: O(|S| log |S| log B), and |S| list insertions, instead of O(|S|^2).
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import msgspec
 
 from laminar.core.bestfit import Shelf
@@ -104,6 +107,7 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
     requests = [load.num_requests for load in group]
     shelves = _shelves(group)
     questions = [shelf.fullest for shelf in shelves.values()]
+    fullest = questions[0] if len(questions) == 1 else partial(_fullest_of, questions)
     shelf_of = [shelves[load.kv_max, load.requests_max] for load in group]
     receiving: dict[int, None] = {}
     moves = []
@@ -111,7 +115,7 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
         if index in receiving:
             continue
         source = group[index]
-        best = max([fullest(source.kv_used, source.num_requests, index) for fullest in questions])
+        best = fullest(source.kv_used, source.num_requests, index)
         if best < 0:
             reasons[source.worker] = "candidate, but no other replica of its version has room for all it generates"
             continue
@@ -128,6 +132,10 @@ def _plan_version(group: list[Load], reasons: dict[WorkerId, str]) -> list[Move]
     for into in receiving:
         reasons[group[into].worker] = f"destination: {kv[into]} KV tokens and {requests[into]} requests after the moves"
     return moves
+
+
+def _fullest_of(questions: Sequence[Callable[[int, int, int], int]], kv: int, requests: int, besides: int) -> int:
+    return max([fullest(kv, requests, besides) for fullest in questions])
 
 
 def _shelves(group: list[Load]) -> dict[tuple[int, int], Shelf]:
